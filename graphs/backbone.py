@@ -1,0 +1,192 @@
+"""The DFlash backbone graph: one parallel pass over [anchor, mask × (γ-1)].
+
+Source: DSpark (arXiv 2607.05147) equations 2-4, DeepSpec's Qwen3DSparkModel. Every layer's keys and
+values come from both the committed context (projected target features) and the block; queries come
+from the block only, which sees the whole context and the whole block (bidirectional).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import nn
+
+from .contract import DecoderSpec, DraftContract, DType
+from .layers import (
+    MLP,
+    Embedding,
+    Linear,
+    RMSNorm,
+    arange,
+    axis_size,
+    cast,
+    rope_table,
+    split_heads,
+    visibility_mask,
+    write_cache,
+)
+
+Table = tuple[ir.Value, ir.Value]
+
+
+class BlockAttention(nn.Module):
+    """Attention of the block over the cached context and itself; no causal order inside the block.
+
+    Context rows and block rows share k_proj and v_proj; context rows get no input norm.
+    """
+
+    def __init__(self, spec: DecoderSpec, dtype: DType):
+        super().__init__()
+        d, h, k = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = Linear(d, h, dtype, spec.attention_bias)
+        self.kv_proj = Linear(d, 2 * k, dtype, spec.attention_bias)
+        self.o_proj = Linear(h, d, dtype, spec.attention_out_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.spec = spec
+        self.dtype = dtype
+
+    def forward(
+        self,
+        op: Any,
+        block: ir.Value,
+        context: ir.Value,
+        past: tuple[ir.Value, ir.Value],
+        rows: tuple[ir.Value, ir.Value],
+        tables: tuple[Table, Table],
+        widths: tuple[ir.Value, ir.Value],
+        mask: ir.Value,
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """block [R·γ, d], context [R·X, d] -> attention output [R·γ, d] and the updated caches.
+
+        rows: first cache row of the context and of the block, [R] each. widths: X and γ as [1].
+        The block is written second, over the context rows beyond feature_count, which are garbage.
+        """
+        s = self.spec
+        q = split_heads(op, self.q_proj(op, block), widths[1], s.num_heads, s.head_dim)
+        q = op.RotaryEmbedding(self._norm(op, self.q_norm, q), *tables[1])
+        key, value = past
+        for x, row, table, width in zip((context, block), rows, tables, widths, strict=True):
+            kv = split_heads(op, self.kv_proj(op, x), width, 2 * s.num_kv_heads, s.head_dim)
+            k, v = op.Split(kv, [s.num_kv_heads] * 2, axis=1, _outputs=2)
+            k = op.RotaryEmbedding(self._norm(op, self.k_norm, k), *table)
+            key, value = write_cache(op, key, k, row), write_cache(op, value, v, row)
+        y = op.Attention(q, key, value, mask, scale=s.head_dim**-0.5, is_causal=0)
+        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [-1, s.num_heads * s.head_dim])
+        return self.o_proj(op, y), key, value
+
+    def _norm(self, op: Any, norm: RMSNorm, x: ir.Value) -> ir.Value:
+        return cast(op, norm(op, cast(op, x, self.dtype, "fp32")), "fp32", self.dtype)
+
+
+class BlockLayer(nn.Module):
+    """u = norm x; x += attention(u, context); x += mlp(norm x)."""
+
+    def __init__(self, spec: DecoderSpec, dtype: DType):
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = BlockAttention(spec, dtype)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec, dtype)
+        self.dtype = dtype
+
+    def forward(
+        self, op: Any, x: ir.Value, *attention: Any
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        u = cast(op, self.input_layernorm(op, x), "fp32", self.dtype)
+        y, key, value = self.self_attn(op, u, *attention)
+        x = op.Add(x, cast(op, y, self.dtype, "fp32"))
+        y = cast(op, self.post_attention_layernorm(op, x), "fp32", self.dtype)
+        return op.Add(x, cast(op, self.mlp(op, y), self.dtype, "fp32")), key, value
+
+
+class Backbone(nn.Module):
+    """Projects new target features into the draft cache and drafts one block.
+
+    Inputs: features [N, m·d] f32, the target's output as it is; feature_index [R, X] i64, the rows
+    of `features` that became committed tokens (cells past feature_count may name any row);
+    feature_count [R] i64; past_length [R] i64, rows already in the draft cache; anchor [R] i64;
+    past_key.i / past_value.i [R, K, C, D], updated in place. The cache must have room for
+    past_length + max(X, feature_count + γ) rows.
+    Outputs: hidden [R, γ, d] f32 (after the final norm); base_logits [R, γ, V] f32; present_*.
+
+    The committed tokens occupy positions 0 .. past_length + feature_count - 1 and the anchor the
+    next one, so a cache row is a position.
+    """
+
+    def __init__(
+        self, contract: DraftContract, max_positions: int, dtype: DType, tied: bool = False
+    ):
+        super().__init__()
+        spec = contract.decoder
+        d = spec.hidden_size
+        self.embed_tokens = Embedding(contract.vocab_size, d, dtype)
+        # A float32 island: target features may exceed the fp16 range.
+        self.fc = Linear(len(contract.tap_ids) * d, d, "fp32")
+        self.hidden_norm = RMSNorm(d, spec.rms_norm_eps)
+        self.layers = nn.ModuleList([BlockLayer(spec, dtype) for _ in range(spec.num_layers)])
+        self.norm = RMSNorm(d, spec.rms_norm_eps)
+        self.lm_head = Linear(d, contract.vocab_size, dtype)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.contract = contract
+        self.max_positions = max_positions
+        self.dtype = dtype
+
+    def forward(
+        self,
+        op: Any,
+        features: ir.Value,
+        feature_index: ir.Value,
+        feature_count: ir.Value,
+        past_length: ir.Value,
+        anchor: ir.Value,
+        past: list[tuple[ir.Value, ir.Value]],
+    ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
+        c, spec, dtype = self.contract, self.contract.decoder, self.dtype
+        gamma, d, m = c.block_size, spec.hidden_size, len(c.tap_ids)
+
+        rows = op.Reshape(op.Gather(features, feature_index, axis=0), [-1, m * d])
+        context = cast(op, self.hidden_norm(op, self.fc(op, rows)), "fp32", dtype)
+
+        block_start = op.Add(past_length, feature_count)
+        context_width = axis_size(op, feature_index, 1)
+        context_positions = op.Add(
+            op.Unsqueeze(past_length, [1]), op.Unsqueeze(arange(op, context_width), [0])
+        )
+        slots = op.Constant(value=ir.tensor(np.arange(gamma, dtype=np.int64).reshape(1, gamma)))
+        block_positions = op.Add(op.Unsqueeze(block_start, [1]), slots)
+        tables = tuple(
+            rope_table(op, p, spec, self.max_positions, dtype)
+            for p in (context_positions, block_positions)
+        )
+        block_end = op.Add(op.Unsqueeze(block_start, [1]), op.Constant(value_ints=[gamma - 1]))
+        last_visible = op.Add(block_end, op.Mul(slots, op.Constant(value_int=0)))
+        mask = visibility_mask(op, last_visible, axis_size(op, past[0][0], 2), dtype)
+
+        # The anchor is an input; the other γ-1 slots hold the mask token.
+        ids = op.Unsqueeze(anchor, [1])
+        if gamma > 1:
+            masks = op.Constant(
+                value=ir.tensor(np.full((1, gamma - 1), c.mask_token_id, np.int64))
+            )
+            zero_column = op.Mul(ids, op.Constant(value_int=0))
+            ids = op.Concat(ids, op.Add(zero_column, masks), axis=1)
+        x = self.embed_tokens(op, op.Reshape(ids, [-1]))
+
+        widths = (context_width, op.Constant(value_ints=[gamma]))
+        present = []
+        for i, layer in enumerate(self.layers):
+            x, key, value = layer(
+                op, x, context, past[i], (past_length, block_start), tables, widths, mask
+            )
+            present.append((key, value))
+        hidden = self.norm(op, x)
+        logits = cast(op, self.lm_head(op, cast(op, hidden, "fp32", dtype)), dtype, "fp32")
+        return (
+            op.Reshape(hidden, [-1, gamma, d]),
+            op.Reshape(logits, [-1, gamma, c.vocab_size]),
+            present,
+        )

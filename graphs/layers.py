@@ -1,0 +1,231 @@
+"""Building blocks shared by the target and the backbone graphs.
+
+Precision rule of all graphs: linear layers and attention run in the compute dtype; the residual
+stream, norms, rope tables, features and logits are float32 islands, because hidden states of some
+targets spike far beyond the fp16 range (above 2e4 on Qwen3-8B). With fp32 the casts vanish.
+
+Linear layers run on packed tokens [N, d]; only attention sees the padded view [R, S], so the cost
+of a ragged batch follows its number of tokens. Weights keep torch's [out, in] layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import nn
+
+from .contract import DecoderSpec, DType
+from .rope import inverse_frequencies
+
+IR_DTYPE = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+F32 = ir.DataType.FLOAT
+I64 = ir.DataType.INT64
+
+# Additive mask value for a position that must not be attended. In fp16 it must survive being added
+# to a score without overflowing; everywhere it must make exp(score + value - max) exactly zero.
+MASKED = {"fp32": -1e30, "bf16": -1e30, "fp16": -3e4}
+
+
+def cast(op: Any, x: ir.Value, dtype: DType, to: DType) -> ir.Value:
+    """`x` converted from `dtype` to `to`; no node when they are the same."""
+    return x if dtype == to else op.Cast(x, to=IR_DTYPE[to])
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ (+ b) for x [N, in]; weight [out, in] as torch stores it."""
+
+    def __init__(self, n_in: int, n_out: int, dtype: DType, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter([n_out, n_in], IR_DTYPE[dtype])
+        self.bias = nn.Parameter([n_out], IR_DTYPE[dtype]) if bias else None
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        if self.bias is None:
+            return op.Gemm(x, self.weight, transB=1)
+        return op.Gemm(x, self.weight, self.bias, transB=1)
+
+
+class Embedding(nn.Module):
+    """Rows of a [V, d] table as float32."""
+
+    def __init__(self, vocab_size: int, size: int, dtype: DType):
+        super().__init__()
+        self.weight = nn.Parameter([vocab_size, size], IR_DTYPE[dtype])
+        self.dtype = dtype
+
+    def forward(self, op: Any, ids: ir.Value) -> ir.Value:
+        return cast(op, op.Gather(self.weight, ids, axis=0), self.dtype, "fp32")
+
+
+class RMSNorm(nn.Module):
+    """w * x / sqrt(mean(x²) + eps) over the last axis, in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter([size], F32)
+        self.eps = eps
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        return op.RMSNormalization(x, self.weight, axis=-1, epsilon=self.eps)
+
+
+@dataclass(frozen=True)
+class RaggedView:
+    """How N packed tokens map to the padded view [R, S] that attention needs.
+
+    cell_token [R, S]: the packed token of every padded cell (any valid token where there is none).
+    token_cell [N]: the flattened cell r·S + s of every packed token.
+    """
+
+    cell_token: ir.Value
+    token_cell: ir.Value
+
+    def pad(self, op: Any, x: ir.Value) -> ir.Value:
+        """[N, k] -> [R, S, k]"""
+        return op.Gather(x, self.cell_token, axis=0)
+
+    def pack(self, op: Any, x: ir.Value) -> ir.Value:
+        """[R·S, k] -> [N, k]"""
+        return op.Gather(x, self.token_cell, axis=0)
+
+
+def axis_size(op: Any, x: ir.Value, axis: int) -> ir.Value:
+    """The size of one axis as an int64 tensor of shape [1]."""
+    return op.Shape(x, start=axis, end=axis + 1)
+
+
+def arange(op: Any, size: ir.Value) -> ir.Value:
+    """0 .. size-1 as int64 for a size of shape [1]."""
+    return op.Range(op.Constant(value_int=0), op.Squeeze(size, [0]), op.Constant(value_int=1))
+
+
+def rope_table(
+    op: Any, positions: ir.Value, spec: DecoderSpec, max_positions: int, dtype: DType
+) -> tuple[ir.Value, ir.Value]:
+    """cos and sin [R, S, head_dim/2] of positions [R, S], computed in float32 once per run."""
+    inv_freq, factor = inverse_frequencies(spec.rope, spec.head_dim, max_positions)
+    angle = op.Mul(
+        op.Unsqueeze(op.Cast(positions, to=F32), [2]),
+        op.Constant(value=ir.tensor(inv_freq.astype(np.float32).reshape(1, 1, -1))),
+    )
+    cos, sin = op.Cos(angle), op.Sin(angle)
+    if factor != 1.0:
+        scale = op.Constant(value_float=float(factor))
+        cos, sin = op.Mul(cos, scale), op.Mul(sin, scale)
+    return cast(op, cos, "fp32", dtype), cast(op, sin, "fp32", dtype)
+
+
+def visibility_mask(op: Any, last_visible: ir.Value, capacity: ir.Value, dtype: DType) -> ir.Value:
+    """Additive mask [R, 1, S, C]: row s of request r sees cache rows 0 .. last_visible[r, s].
+
+    One explicit mask per run, shared by all layers: `is_causal` and `nonpad_kv_seqlen` are dropped
+    silently by the TensorRT parsers, so no portable graph relies on them.
+    """
+    rows = op.Unsqueeze(last_visible, [1, 3])
+    visible = op.LessOrEqual(op.Unsqueeze(arange(op, capacity), [0, 1, 2]), rows)
+    zero, masked = (
+        op.Constant(value=ir.tensor(np.array(v, np.float32))) for v in (0.0, MASKED[dtype])
+    )
+    return cast(op, op.Where(visible, zero, masked), "fp32", dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a static cache that is updated in place.
+
+    New keys and values are written at rows write_index[r] .. write_index[r]+S-1 of the cache
+    [R, K, C, D]; attention reads the whole cache through the additive mask. Scale D^-0.5.
+    """
+
+    def __init__(self, spec: DecoderSpec, dtype: DType):
+        super().__init__()
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        self.qkv_proj = Linear(
+            spec.hidden_size, heads * spec.head_dim, dtype, spec.attention_bias
+        )
+        self.o_proj = Linear(
+            spec.num_heads * spec.head_dim, spec.hidden_size, dtype, spec.attention_out_bias
+        )
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+            self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.spec = spec
+        self.dtype = dtype
+
+    def project(
+        self, op: Any, x: ir.Value, view: RaggedView, cos: ir.Value, sin: ir.Value
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """x [N, d] -> rotated q [R, H, S, D], rotated k [R, K, S, D], v [R, K, S, D]."""
+        s = self.spec
+        heads = op.Reshape(
+            view.pad(op, self.qkv_proj(op, x)),
+            [0, 0, s.num_heads + 2 * s.num_kv_heads, s.head_dim],
+        )
+        heads = op.Transpose(heads, perm=[0, 2, 1, 3])
+        if not s.qk_norm:  # q and k rotate in one call
+            n_rotated = s.num_heads + s.num_kv_heads
+            qk, v = op.Split(heads, [n_rotated, s.num_kv_heads], axis=1, _outputs=2)
+            qk = op.RotaryEmbedding(qk, cos, sin)
+            q, k = op.Split(qk, [s.num_heads, s.num_kv_heads], axis=1, _outputs=2)
+            return q, k, v
+        split = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
+        q, k, v = op.Split(heads, split, axis=1, _outputs=3)
+        q = self._norm(op, self.q_norm, q)
+        k = self._norm(op, self.k_norm, k)
+        return op.RotaryEmbedding(q, cos, sin), op.RotaryEmbedding(k, cos, sin), v
+
+    def _norm(self, op: Any, norm: RMSNorm, x: ir.Value) -> ir.Value:
+        return cast(op, norm(op, cast(op, x, self.dtype, "fp32")), "fp32", self.dtype)
+
+    def attend(
+        self, op: Any, q: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value, view: RaggedView
+    ) -> ir.Value:
+        """q [R, H, S, D] over caches [R, K, C, D] -> [N, d]."""
+        s = self.spec
+        y = op.Attention(q, key, value, mask, scale=s.head_dim**-0.5, is_causal=0)
+        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [-1, s.num_heads * s.head_dim])
+        return self.o_proj(op, view.pack(op, y))
+
+
+def split_heads(op: Any, x: ir.Value, width: ir.Value, heads: int, head_dim: int) -> ir.Value:
+    """[R·W, heads·D] -> [R, heads, W, D] for a width of shape [1]."""
+    shape = op.Concat(op.Constant(value_ints=[-1]), width, [heads, head_dim], axis=0)
+    return op.Transpose(op.Reshape(x, shape), perm=[0, 2, 1, 3])
+
+
+def write_cache(op: Any, past: ir.Value, new: ir.Value, write_index: ir.Value) -> ir.Value:
+    """past [R, K, C, D] with rows write_index[r] .. +S-1 replaced by new [R, K, S, D]."""
+    return op.TensorScatter(past, new, write_index, axis=-2, mode="linear")
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) * up x), gate and up in one matrix product."""
+
+    def __init__(self, spec: DecoderSpec, dtype: DType):
+        super().__init__()
+        n = spec.intermediate_size
+        self.gate_up_proj = Linear(spec.hidden_size, 2 * n, dtype, spec.mlp_bias)
+        self.down_proj = Linear(n, spec.hidden_size, dtype, spec.mlp_bias)
+        self.n = n
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        gate, up = op.Split(self.gate_up_proj(op, x), [self.n, self.n], axis=-1, _outputs=2)
+        return self.down_proj(op, op.Mul(op.Mul(gate, op.Sigmoid(gate)), up))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm decoder layer: x += attention(norm x); x += mlp(norm x). The stream x is float32."""
+
+    def __init__(self, spec: DecoderSpec, dtype: DType):
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = Attention(spec, dtype)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec, dtype)
+        self.dtype = dtype
+
+    def feed_forward(self, op: Any, x: ir.Value) -> ir.Value:
+        y = cast(op, self.post_attention_layernorm(op, x), "fp32", self.dtype)
+        return op.Add(x, cast(op, self.mlp(op, y), self.dtype, "fp32"))

@@ -1,0 +1,105 @@
+"""The target graph: embeds, decodes one chunk of tokens per request, taps features for the drafter.
+
+Serves prefill, plain decoding (one token per request) and verification (1 + ℓ tokens per request).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import nn
+
+from .contract import DType, TargetContract
+from .layers import (
+    DecoderLayer,
+    Embedding,
+    Linear,
+    RaggedView,
+    RMSNorm,
+    arange,
+    axis_size,
+    cast,
+    rope_table,
+    visibility_mask,
+    write_cache,
+)
+
+
+class TargetLayer(DecoderLayer):
+    """One decoder layer over the target's cache."""
+
+    def forward(
+        self,
+        op: Any,
+        x: ir.Value,
+        past: tuple[ir.Value, ir.Value],
+        past_length: ir.Value,
+        table: tuple[ir.Value, ir.Value],
+        mask: ir.Value,
+        view: RaggedView,
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        y = cast(op, self.input_layernorm(op, x), "fp32", self.dtype)
+        q, k, v = self.self_attn.project(op, y, view, *table)
+        key = write_cache(op, past[0], k, past_length)
+        value = write_cache(op, past[1], v, past_length)
+        y = self.self_attn.attend(op, q, key, value, mask, view)
+        x = op.Add(x, cast(op, y, self.dtype, "fp32"))
+        return self.feed_forward(op, x), key, value
+
+
+class Target(nn.Module):
+    """Llama and Qwen3 dense decoders.
+
+    Inputs: input_ids [N] i64; past_length [R] i64, committed rows of each request; cell_token
+    [R, S] i64 and token_cell [N] i64, the padded view (see `RaggedView`); logits_index [M] i64, the
+    packed tokens that need logits; past_key.i / past_value.i [R, K, C, D], updated in place.
+    Outputs: logits [M, V] f32; features [N, m·d] f32 (taps concatenated in contract order);
+    present_key.i / present_value.i.
+    """
+
+    def __init__(self, contract: TargetContract, tap_ids: tuple[int, ...], dtype: DType):
+        super().__init__()
+        spec = contract.decoder
+        self.embed_tokens = Embedding(contract.vocab_size, spec.hidden_size, dtype)
+        self.layers = nn.ModuleList([TargetLayer(spec, dtype) for _ in range(spec.num_layers)])
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.lm_head = Linear(spec.hidden_size, contract.vocab_size, dtype)
+        if contract.tied_head:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.contract = contract
+        self.tap_ids = tap_ids
+        self.dtype = dtype
+
+    def forward(
+        self,
+        op: Any,
+        input_ids: ir.Value,
+        past_length: ir.Value,
+        cell_token: ir.Value,
+        token_cell: ir.Value,
+        logits_index: ir.Value,
+        past: list[tuple[ir.Value, ir.Value]],
+    ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
+        c = self.contract
+        view = RaggedView(cell_token, token_cell)
+        positions = op.Add(
+            op.Unsqueeze(past_length, [1]),
+            op.Unsqueeze(arange(op, axis_size(op, cell_token, 1)), [0]),
+        )
+        table = rope_table(op, positions, c.decoder, c.max_position_embeddings, self.dtype)
+        mask = visibility_mask(op, positions, axis_size(op, past[0][0], 2), self.dtype)
+
+        x = self.embed_tokens(op, input_ids)
+        stream = {-1: x}  # id i: residual stream after layer i
+        present = []
+        for i, layer in enumerate(self.layers):
+            x, key, value = layer(op, x, past[i], past_length, table, mask, view)
+            stream[i] = x
+            present.append((key, value))
+
+        last = self.norm(op, op.Gather(x, logits_index, axis=0))
+        logits = self.lm_head(op, cast(op, last, "fp32", self.dtype))
+        taps = [stream[i] for i in self.tap_ids]
+        features = op.Concat(*taps, axis=-1) if len(taps) > 1 else op.Identity(taps[0])
+        return cast(op, logits, self.dtype, "fp32"), features, present

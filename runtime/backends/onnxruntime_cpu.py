@@ -1,0 +1,322 @@
+"""ONNX Runtime on the CPU.
+
+Every graph runs through IOBinding over fixed buffers. A cache tensor is bound as input and as
+output of the same run, so TensorScatter updates it in place. Bindings are kept per shape.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from ...graphs.contract import DecoderSpec
+from ...graphs.errors import DraftgraphError
+from ..bundle import Bundle
+from .base import AcceptSampling, ContextBatch, DraftSampling, TokenBatch
+
+_NUMPY = {"fp32": np.float32, "fp16": np.float16, "int64": np.int64}
+# Bindings of rounds are kept; those of long prefill chunks are one-offs and would pin memory.
+_KEEP_UP_TO_TOKENS = 64
+
+_thread_pool_size: int | None = None
+
+
+def capacity_step(rows: int) -> int:
+    """The smallest step of the capacity ladder that holds `rows`.
+
+    Attention cost follows the capacity, so steps are fine where they matter: multiples of 256 up to
+    2048, of 1024 above. Growing copies the cache once per step.
+    """
+    step = 256 if rows <= 2048 else 1024
+    return -(-rows // step) * step
+
+
+def _use_one_thread_pool(threads: int | None) -> None:
+    """One spinning pool for all sessions of the process; a pool per session halves their speed."""
+    global _thread_pool_size
+    if _thread_pool_size is None:
+        _thread_pool_size = threads or len(os.sched_getaffinity(0))
+        ort.set_global_thread_pool_sizes(_thread_pool_size, 1)
+    elif threads not in (None, _thread_pool_size):
+        raise DraftgraphError(
+            f"threads is {threads}, but this process already runs its thread pool with "
+            f"{_thread_pool_size}; ONNX Runtime fixes it at the first session, use another process"
+        )
+
+
+class OnnxRuntimeCpu:
+    """Implements `Backend`; see there."""
+
+    def __init__(
+        self, bundle: Bundle, *, threads: int | None = None, markov: str = "auto"
+    ) -> None:
+        if markov not in ("auto", "full", "topk"):
+            raise DraftgraphError(f'markov is {markov!r}, expected "auto", "full" or "topk"')
+        if markov == "topk" and "markov_topk" not in bundle.graphs:
+            raise DraftgraphError(
+                f"{bundle.path}: no truncated Markov graph in this bundle; export it with "
+                '--markov-top-k, or use markov="full"'
+            )
+        _use_one_thread_pool(threads)
+        self.bundle = bundle
+        self.seconds: dict[str, float] = defaultdict(float)
+        truncated = markov != "full" and "markov_topk" in bundle.graphs
+        self._markov = "markov_topk" if truncated else "markov"
+        self._sessions: dict[str, ort.InferenceSession] = {}
+        self._caches: dict[str, dict[str, Any]] = {"target": {}, "backbone": {}}
+        self._capacity = {"target": 0, "backbone": 0}
+        self._requests = 0
+        self._bindings: dict[tuple[Any, ...], _Binding] = {}
+        self._tensors: dict[str, Any] = {}  # intermediate OrtValues by name
+        for name in ("target", "backbone", f"{self._markov}_greedy", "accept_greedy"):
+            self._session(name)
+
+    # Sessions
+
+    def _session(self, name: str) -> ort.InferenceSession:
+        """The session of a graph, made on first use."""
+        if name not in self._sessions:
+            self._sessions[name] = open_session(self.bundle.graph_path(name))
+        return self._sessions[name]
+
+    # Caches
+
+    def reserve(self, requests: int, target_rows: int, draft_rows: int) -> None:
+        if requests != self._requests:
+            self._requests = requests
+            self._capacity = {"target": 0, "backbone": 0}
+            self._caches = {"target": {}, "backbone": {}}
+            self._tensors = {}
+            self._bindings.clear()
+        specs = {"target": self.bundle.target.decoder, "backbone": self.bundle.draft.decoder}
+        for graph, rows in (("target", target_rows), ("backbone", draft_rows)):
+            if rows > self._capacity[graph]:
+                self._grow(graph, specs[graph], capacity_step(rows))
+
+    def _grow(self, graph: str, spec: DecoderSpec, capacity: int) -> None:
+        dtype = _NUMPY[self.bundle.dtype]
+        shape = (self._requests, spec.num_kv_heads, capacity, spec.head_dim)
+        caches = {}
+        for name in _cache_names(spec):
+            # Zeros, not empty memory: a masked NaN would still poison 0 · NaN.
+            new = np.zeros(shape, dtype)
+            if name in self._caches[graph]:
+                old = self._caches[graph][name].numpy()
+                new[:, :, : old.shape[2]] = old
+            caches[name] = ort.OrtValue.ortvalue_from_numpy(new)
+        self._caches[graph] = caches
+        self._capacity[graph] = capacity
+        self._bindings.clear()
+
+    def _check_room(self, graph: str, past_length: np.ndarray, rows: int) -> None:
+        """ONNX Runtime would clamp and overwrite valid rows, TensorRT would drop the write."""
+        end = int(past_length.max()) + rows
+        if end > self._capacity[graph]:
+            raise DraftgraphError(
+                f"{graph}: {end} cache rows needed, the capacity is {self._capacity[graph]}; "
+                "call reserve first"
+            )
+
+    # Phases
+
+    def target(self, batch: TokenBatch) -> None:
+        n, r, s = len(batch.ids), len(batch.lengths), int(batch.lengths.max())
+        self._check_room("target", batch.past_length, s)
+        ends = np.cumsum(batch.lengths)
+        starts = ends - batch.lengths
+        columns = np.arange(s)
+        cell_token = starts[:, None] + np.minimum(columns, batch.lengths[:, None] - 1)
+        valid = columns < batch.lengths[:, None]
+        logits_index = ends - 1 if batch.last_only else np.arange(n)
+        m = len(logits_index)
+        self._run(
+            "target",
+            {
+                "input_ids": batch.ids,
+                "past_length": batch.past_length,
+                "cell_token": cell_token,
+                "token_cell": np.flatnonzero(valid),
+                "logits_index": logits_index,
+            },
+            sizes={"N": n, "M": m, "R": r},
+            cached=n <= _KEEP_UP_TO_TOKENS,
+        )
+        # Where acceptance finds a request's rows among the logits.
+        self._row_start = np.arange(r) if batch.last_only else starts
+        self._row_count = np.ones(r, np.int64) if batch.last_only else batch.lengths
+
+    def backbone(self, context: ContextBatch) -> None:
+        x, gamma = context.index.shape[1], self.bundle.draft.block_size
+        self._check_room("backbone", context.past_length, x)
+        self._check_room("backbone", context.past_length + context.count, gamma)
+        self._run(
+            "backbone",
+            {
+                "feature_index": context.index,
+                "feature_count": context.count,
+                "past_length": context.past_length,
+                "anchor": context.anchor,
+            },
+            tensors=("features",),
+            sizes={"R": len(context.anchor)},
+            cached=x <= _KEEP_UP_TO_TOKENS,
+        )
+
+    def markov(self, anchor: np.ndarray, sampling: DraftSampling) -> np.ndarray:
+        feeds = {"anchor": anchor}
+        name = self._markov
+        if sampling.uniforms is None:
+            name += "_greedy"
+        else:
+            feeds |= {"uniforms": sampling.uniforms, "temperature": sampling.temperature}
+        tensors = [t for t in ("base_logits", "hidden") if self._takes(name, t)]
+        self._run(name, feeds, tensors=tensors, sizes={"R": len(anchor)}, phase="markov")
+        return self._tensors["draft_ids"].numpy()
+
+    def confidence(self) -> np.ndarray | None:
+        if "confidence" not in self.bundle.graphs:
+            return None
+        tensors = [t for t in ("hidden", "prev_embeddings") if self._takes("confidence", t)]
+        self._run("confidence", {}, tensors=tensors, sizes={"R": self._requests})
+        return self._tensors["confidence_logits"].numpy()
+
+    def accept(self, sampling: AcceptSampling) -> tuple[np.ndarray, np.ndarray]:
+        gamma, v = self.bundle.draft.block_size, self.bundle.draft.vocab_size
+        r = self._requests
+        columns = np.minimum(np.arange(gamma + 1), self._row_count[:, None] - 1)
+        feeds = {
+            "cell_token": self._row_start[:, None] + columns,
+            "verify_length": sampling.verify_length,
+        }
+        if "draft_ids" not in self._tensors:
+            self._tensors["draft_ids"] = ort.OrtValue.ortvalue_from_numpy(
+                np.zeros((r, gamma), np.int64)
+            )
+        tensors = ["logits", "draft_ids"]
+        name = "accept_greedy"
+        if sampling.sample_uniform is not None:
+            if "draft_logits" not in self._tensors:
+                self._tensors["draft_logits"] = ort.OrtValue.ortvalue_from_numpy(
+                    np.zeros((r, gamma, v), np.float32)
+                )
+            tensors.append("draft_logits")
+            filtered = (sampling.top_k > 0).any() or (sampling.top_p < 1).any()
+            name = "accept_filtered" if filtered else "accept_sample"
+            feeds |= {
+                "token_request": np.repeat(np.arange(r), self._row_count),
+                "accept_uniform": sampling.accept_uniform,
+                "sample_uniform": sampling.sample_uniform,
+                "temperature": sampling.temperature,
+                "draft_temperature": sampling.draft_temperature,
+            }
+            if filtered:
+                feeds |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+        self._run(name, feeds, tensors=tensors, sizes={"R": r}, phase="accept")
+        return self._tensors["accepted"].numpy(), self._tensors["next_id"].numpy()
+
+    def read(self, name: str) -> np.ndarray:
+        return self._tensors[name].numpy().copy()
+
+    def _takes(self, graph: str, tensor: str) -> bool:
+        return any(t.name == tensor for t in self.bundle.graphs[graph].inputs)
+
+    def _run(
+        self,
+        graph: str,
+        feeds: dict[str, np.ndarray],
+        *,
+        tensors: Any = (),
+        sizes: dict[str, int],
+        cached: bool = True,
+        phase: str | None = None,
+    ) -> None:
+        """Run a graph over host arrays `feeds` and intermediate tensors; keep its outputs."""
+        values = [self._tensors[name] for name in tensors]
+        key = (
+            graph,
+            *((name, array.shape) for name, array in feeds.items()),
+            *(id(value) for value in values),
+            *sizes.items(),
+        )
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._bind(graph, feeds, dict(zip(tensors, values, strict=True)), sizes)
+            if cached:
+                self._bindings[key] = binding
+        for name, array in feeds.items():
+            binding.inputs[name][...] = array
+        start = time.perf_counter()
+        binding.session.run_with_iobinding(binding.io)
+        self.seconds[phase or graph] += time.perf_counter() - start
+        self._tensors.update(binding.outputs)
+
+    def _bind(
+        self,
+        graph: str,
+        feeds: dict[str, np.ndarray],
+        tensors: dict[str, Any],
+        sizes: dict[str, int],
+    ) -> _Binding:
+        session, info = self._session(graph), self.bundle.graphs[graph]
+        io = session.io_binding()
+        caches = self._caches.get(graph, {})
+        inputs, outputs = {}, {}
+        for tensor in info.inputs:
+            source = "logits" if tensor.name == "target_logits" else tensor.name
+            if tensor.name in caches:
+                value = caches[tensor.name]
+            elif source in tensors:
+                value = tensors[source]
+            else:
+                buffer = np.zeros(feeds[tensor.name].shape, _NUMPY[tensor.dtype])
+                inputs[tensor.name] = buffer
+                value = ort.OrtValue.ortvalue_from_numpy(buffer)
+            io.bind_ortvalue_input(tensor.name, value)
+        for tensor in info.outputs:
+            cache = tensor.name.replace("present", "past")
+            if cache in caches:
+                value = caches[cache]
+            else:
+                shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
+                value = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, _NUMPY[tensor.dtype]))
+                outputs[tensor.name] = value
+            io.bind_ortvalue_output(tensor.name, value)
+        return _Binding(session, io, inputs, outputs, list(tensors.values()))
+
+
+class _Binding:
+    """An IOBinding with the buffers that it points to, kept alive together."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        io: Any,
+        inputs: dict[str, np.ndarray],
+        outputs: dict[str, Any],
+        borrowed: list[Any],
+    ) -> None:
+        self.session, self.io = session, io
+        self.inputs, self.outputs, self.borrowed = inputs, outputs, borrowed
+
+
+def open_session(path: Path) -> ort.InferenceSession:
+    """A CPU session on the shared thread pool. Large weights are mapped from the weights file."""
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    options.log_severity_level = 3
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the binding raises its own types, all of them unspecific
+        raise DraftgraphError(
+            f"{path}: ONNX Runtime {ort.__version__} cannot load this graph on the CPU: {error}"
+        ) from None
+
+
+def _cache_names(spec: DecoderSpec) -> list[str]:
+    return [f"past_{kind}.{i}" for i in range(spec.num_layers) for kind in ("key", "value")]

@@ -1,0 +1,114 @@
+"""Sampling parameters of a request and its random numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal
+
+import numpy as np
+
+from ..graphs.contract import TargetContract
+from ..graphs.errors import DraftgraphError
+from .scheduler import POLICIES
+
+# At and below this temperature a distribution is its argmax; the graphs use the same limit.
+GREEDY_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Out-of-range values raise `DraftgraphError` naming the field.
+
+    temperature: 0 (and anything up to 1e-5) is greedy. top_k: 0 is off. top_p: 1.0 is off. Both
+    shape the target's distribution p, in the order temperature, top-k, top-p.
+    stop_ids: None takes the checkpoint's; generation ends after the first of them, which is kept.
+    stop: generation ends when one of these strings appears; the text is cut before it.
+    draft_sampling: "sample" draws drafts at `temperature`, "greedy" takes the drafter's argmax;
+    both leave the output distribution exactly p. scheduler: "full" verifies the whole block,
+    "threshold" cuts it before the first token whose confidence is below `threshold`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 128
+    stop_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    draft_sampling: Literal["greedy", "sample"] = "sample"
+    scheduler: str = "full"
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        def check(field: str, ok: bool, expected: str) -> None:
+            if not ok:
+                value = getattr(self, field)
+                raise DraftgraphError(f"{field} is {value!r}, expected {expected}")
+
+        def number(x: Any) -> bool:
+            return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+        def integer(x: Any) -> bool:
+            return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+        for field in ("stop_ids", "stop"):
+            if isinstance(getattr(self, field), list):
+                object.__setattr__(self, field, tuple(getattr(self, field)))
+        t, p = self.temperature, self.top_p
+        check("temperature", number(t) and 0 <= t <= 100, "a number from 0 (greedy) to 100")
+        check("top_p", number(p) and 0 < p <= 1, "a number in (0, 1]")
+        check("top_k", integer(self.top_k) and self.top_k >= 0, "an integer, 0 to switch it off")
+        n = self.max_new_tokens
+        check("max_new_tokens", integer(n) and n >= 1, "an integer of at least 1")
+        ids = self.stop_ids
+        ids_ok = ids is None or (isinstance(ids, tuple) and all(integer(i) and i >= 0 for i in ids))
+        check("stop_ids", ids_ok, "a list of token ids, or None for the checkpoint's")
+        stop_ok = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
+        check("stop", stop_ok, "a list of non-empty strings")
+        check("seed", integer(self.seed) and 0 <= self.seed < 2**64, "an integer in [0, 2**64)")
+        check("draft_sampling", self.draft_sampling in ("greedy", "sample"), '"greedy" or "sample"')
+        check("scheduler", self.scheduler in POLICIES, f"one of {sorted(POLICIES)}")
+        c = self.threshold
+        check("threshold", number(c) and 0 <= c <= 1, "a number in [0, 1]")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
+        """Parameters from plain data; an unknown name is an error."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise DraftgraphError(f"{name}: unknown sampling parameter; known: {sorted(known)}")
+        return cls(**values)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    def stops(self, target: TargetContract) -> frozenset[int]:
+        """The ids that end generation for this request."""
+        return frozenset(target.stop_ids if self.stop_ids is None else self.stop_ids)
+
+
+class Purpose(IntEnum):
+    """What a random number is for; draws of different purposes are independent."""
+
+    DRAFT = 0  # picking the drafted token of a position
+    ACCEPT = 1  # accepting or rejecting it
+    TARGET = 2  # drawing a token from the target (anchor, residual, bonus)
+
+
+def uniforms(seed: int, request: int, start: int, count: int, purpose: Purpose) -> np.ndarray:
+    """float32 [count] in [0, 1): one number for each absolute position start .. start+count-1.
+
+    Counter-based (Philox 4x64-10, key = (seed, request), counter = (0, 0, position, purpose)), so a
+    draw depends on nothing but its key and position: not on the schedule, the batch, or how often a
+    position is drafted again. Multiples of 2^-24, which float32 holds exactly.
+    """
+    raw = [
+        np.random.Philox(key=[seed, request], counter=[0, 0, start + i, int(purpose)]).random_raw()
+        for i in range(count)
+    ]
+    return ((np.array(raw, np.uint64) >> np.uint64(40)) * 2.0**-24).astype(np.float32)
