@@ -24,6 +24,7 @@ import onnx_ir as ir
 
 from ..graphs import build
 from ..graphs.contract import DraftContract, DType, TargetContract, to_dict
+from ..graphs.emulate import EmulateBf16, has_bf16
 from ..graphs.errors import DraftgraphError
 from ..runtime.bundle import (
     FLOAT32_ISLANDS,
@@ -191,7 +192,7 @@ def attach_weights(
         if value.const_value is not None:
             continue
         recipe = table[name]
-        shape = tuple(int(n) for n in value.shape or ())
+        shape = tuple(n for n in value.shape or () if isinstance(n, int))
         if shape != recipe.shape:
             raise DraftgraphError(
                 f"{model.graph.name}: {name} has shape {list(recipe.shape)} in the checkpoint, "
@@ -311,15 +312,17 @@ def _write(
         name = model.graph.name or ""
         report(f"building {name}.onnx")
         parameters = attach_weights(model, table, ranges, folder)
-        ir.save(model, folder / f"{name}.onnx")
-        onnx.checker.check_model(str(folder / f"{name}.onnx"), full_check=True)
         graphs[name] = {
-            "file": f"{name}.onnx",
+            "file": _save(model, folder / f"{name}.onnx"),
+            "cpu_file": None,
             "nodes": len(model.graph),
             "parameters": parameters,
             "inputs": _tensor_infos(model.graph.inputs),
             "outputs": _tensor_infos(model.graph.outputs),
         }
+        if has_bf16(model):
+            emulated = EmulateBf16()(model).model
+            graphs[name]["cpu_file"] = _save(emulated, folder / f"{name}.cpu.onnx")
     for name, content in target.tokenizer_files.items():
         (folder / name).write_bytes(content)
     manifest = {
@@ -344,6 +347,13 @@ def _write(
     }
     _write_json(folder / MANIFEST, manifest)
     _seal(folder)
+
+
+def _save(model: ir.Model, file: Path) -> str:
+    """Write one graph, check it with full shape inference, return its file name."""
+    ir.save(model, file)
+    onnx.checker.check_model(str(file), full_check=True)
+    return file.name
 
 
 def _seal(folder: Path) -> None:

@@ -162,7 +162,7 @@ class _Validation:
             self.report(f"validating on a batch of {len(batch)}")
             self._batch(backend, batch, expected)
         if "markov_topk" in self.bundle.graphs:
-            self._truncated(expected)
+            self._truncated()
         if not self.bundle.draft.has_confidence:
             self.checks.pop("confidence", None)
         checks = {name: c.verdict(self.bundle.dtype) for name, c in sorted(self.checks.items())}
@@ -285,7 +285,7 @@ class _Validation:
         greedy = temperature == 0.0
         for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.7), (20, 0.9)):
             accept_u = rng.random((r, gamma)).astype(np.float32)
-            sample_u = rng.random(r).astype(np.float32)
+            sample_u = np.asarray(rng.random(r), np.float32)
             accepted, next_id = backend.accept(
                 AcceptSampling(
                     verify_length=lengths,
@@ -333,11 +333,11 @@ class _Validation:
         cdf = np.concatenate([[0.0], np.cumsum(weights) / weights.sum()])
         return bool(cdf[token] - 1e-4 <= uniform <= cdf[token + 1] + 1e-4)
 
-    def _truncated(self, expected: list[tuple[Any, Any]]) -> None:
+    def _truncated(self) -> None:
         """The truncated Markov graphs equal the full one on their candidates."""
         k = self.bundle.markov_top_k or 0
         backend = OnnxRuntimeCpu(self.bundle, markov="topk")
-        ids, features = self.prompts[0], expected[0][1]
+        ids = self.prompts[0]
         n = len(ids) - 1
         backend.reserve(1, len(ids), len(ids) + self.gamma)
         backend.target(TokenBatch(np.array(ids[:n], np.int64), np.array([n]), np.array([0])))

@@ -203,9 +203,7 @@ def _leading_run(op: Any, flags: ir.Value, limit: ir.Value, width: int) -> ir.Va
     """How many leading flags [R, width] are true before the first false or the limit [R]."""
     slots = op.Unsqueeze(op.Constant(value_ints=list(range(width))), [0])
     ok = op.And(flags, op.Less(slots, op.Unsqueeze(limit, [1])))
-    failures = op.CumSum(
-        op.Cast(op.Not(ok), to=ir.DataType.FLOAT), op.Constant(value_int=1)
-    )
+    failures = op.CumSum(op.Cast(op.Not(ok), to=ir.DataType.FLOAT), op.Constant(value_int=1))
     run = op.Cast(op.Less(failures, float_constant(op, 0.5)), to=ir.DataType.INT64)
     return op.ReduceSum(run, op.Constant(value_ints=[1]), keepdims=0)
 

@@ -39,7 +39,11 @@ class BlockAttention(nn.Module):
 
     def __init__(self, spec: DecoderSpec, dtype: DType):
         super().__init__()
-        d, h, k = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        d, h, k = (
+            spec.hidden_size,
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+        )
         self.q_proj = Linear(d, h, dtype, spec.attention_bias)
         self.kv_proj = Linear(d, 2 * k, dtype, spec.attention_bias)
         self.o_proj = Linear(h, d, dtype, spec.attention_out_bias)
@@ -92,9 +96,7 @@ class BlockLayer(nn.Module):
         self.mlp = MLP(spec, dtype)
         self.dtype = dtype
 
-    def forward(
-        self, op: Any, x: ir.Value, *attention: Any
-    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+    def forward(self, op: Any, x: ir.Value, *attention: Any) -> tuple[ir.Value, ir.Value, ir.Value]:
         u = cast(op, self.input_layernorm(op, x), "fp32", self.dtype)
         y, key, value = self.self_attn(op, u, *attention)
         x = op.Add(x, cast(op, y, self.dtype, "fp32"))
@@ -169,9 +171,7 @@ class Backbone(nn.Module):
         # The anchor is an input; the other γ-1 slots hold the mask token.
         ids = op.Unsqueeze(anchor, [1])
         if gamma > 1:
-            masks = op.Constant(
-                value=ir.tensor(np.full((1, gamma - 1), c.mask_token_id, np.int64))
-            )
+            masks = op.Constant(value=ir.tensor(np.full((1, gamma - 1), c.mask_token_id, np.int64)))
             zero_column = op.Mul(ids, op.Constant(value_int=0))
             ids = op.Concat(ids, op.Add(zero_column, masks), axis=1)
         x = self.embed_tokens(op, op.Reshape(ids, [-1]))

@@ -142,9 +142,7 @@ class Attention(nn.Module):
     def __init__(self, spec: DecoderSpec, dtype: DType):
         super().__init__()
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        self.qkv_proj = Linear(
-            spec.hidden_size, heads * spec.head_dim, dtype, spec.attention_bias
-        )
+        self.qkv_proj = Linear(spec.hidden_size, heads * spec.head_dim, dtype, spec.attention_bias)
         self.o_proj = Linear(
             spec.num_heads * spec.head_dim, spec.hidden_size, dtype, spec.attention_out_bias
         )

@@ -80,7 +80,7 @@ class Markov(nn.Module):
                 low_rank, state = self._transform(op, e, h, state)
                 base = op.Add(base, self._bias(op, low_rank, slot_ids))
                 embeddings.append(op.Unsqueeze(e, [1]))
-            if self.greedy:
+            if uniforms is None or temperature is None:  # the greedy form
                 choice = op.ArgMax(base, axis=1, keepdims=0)
             else:
                 choice = pick(op, base, temperature, op.Gather(uniforms, index, axis=1), size)

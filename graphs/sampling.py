@@ -61,9 +61,7 @@ def _first_above(
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Index [R], running sum before it [R, 1] and threshold [R, 1] for u [R, 1]."""
     cdf = op.CumSum(weights, op.Constant(value_int=1))
-    total = op.Slice(
-        cdf, op.Constant(value_ints=[size - 1]), op.Constant(value_ints=[size]), [1]
-    )
+    total = op.Slice(cdf, op.Constant(value_ints=[size - 1]), op.Constant(value_ints=[size]), [1])
     threshold = op.Mul(u, total)
     above = op.Cast(op.Greater(cdf, threshold), to=ir.DataType.FLOAT)
     index = op.ArgMax(above, axis=1, keepdims=1)
@@ -73,7 +71,9 @@ def _first_above(
     return op.Squeeze(index, [1]), before, threshold
 
 
-def pick(op: Any, logits: ir.Value, temperature: ir.Value, uniform: ir.Value, size: int) -> ir.Value:
+def pick(
+    op: Any, logits: ir.Value, temperature: ir.Value, uniform: ir.Value, size: int
+) -> ir.Value:
     """One token index per row: argmax of greedy rows, otherwise a draw from softmax(logits / T).
 
     logits [R, size] f32, temperature [R] f32, uniform [R] f32. Returns [R] i64.

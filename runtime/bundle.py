@@ -41,9 +41,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GraphInfo:
-    """One ONNX file of the bundle."""
+    """One graph of the bundle.
+
+    cpu_file: the form to run on a CPU where it differs (bf16 bundles, see graphs/emulate.py).
+    """
 
     file: str
+    cpu_file: str | None
     nodes: int
     parameters: int
     inputs: tuple[TensorInfo, ...]
@@ -64,14 +68,15 @@ class Bundle:
     files: dict[str, dict[str, Any]]  # every file: sha256, bytes
     manifest: dict[str, Any]
 
-    def graph_path(self, name: str) -> Path:
-        """The ONNX file of a graph; an error names the graphs there are."""
+    def graph_path(self, name: str, *, cpu: bool = False) -> Path:
+        """The ONNX file of a graph (its CPU form with `cpu`); an error names those there are."""
         if name not in self.graphs:
             raise DraftgraphError(
                 f"{self.path}: the bundle has no graph {name!r}, only {sorted(self.graphs)}; "
                 "export it again"
             )
-        return self.path / self.graphs[name].file
+        graph = self.graphs[name]
+        return self.path / ((graph.cpu_file if cpu else None) or graph.file)
 
     @property
     def kv_bytes(self) -> tuple[int, int]:
@@ -108,7 +113,7 @@ def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
     try:
         manifest = json.loads(file.read_text("utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DraftgraphError(f"{file}: not valid JSON ({error}); export the bundle again") from None
+        raise DraftgraphError(f"{file}: not valid JSON ({error}); export it again") from None
     if not isinstance(manifest, dict):
         raise DraftgraphError(f"{file}: expected an object; export the bundle again")
     _check_schema(file, manifest)
@@ -144,7 +149,8 @@ def _parse(root: Path, manifest: dict[str, Any]) -> Bundle:
     for name in manifest["files"]:
         _check_name(where, name)
     for entry in manifest["graphs"].values():
-        _check_name(where, entry["file"])
+        for name in filter(None, (entry["file"], entry["cpu_file"])):
+            _check_name(where, name)
     return Bundle(
         path=root,
         dtype=manifest["dtype"],
@@ -155,6 +161,7 @@ def _parse(root: Path, manifest: dict[str, Any]) -> Bundle:
         graphs={
             name: GraphInfo(
                 file=e["file"],
+                cpu_file=e["cpu_file"],
                 nodes=e["nodes"],
                 parameters=e["parameters"],
                 inputs=tensors(e["inputs"]),
@@ -195,7 +202,8 @@ def _check_files(bundle: Bundle, verify: bool) -> None:
                 f"{file}: its content differs from the manifest's SHA-256; the file is damaged or "
                 "from another export, copy the bundle again or export it again"
             )
-    unlisted = {g.file for g in bundle.graphs.values()} - set(bundle.files)
+    used = {f for g in bundle.graphs.values() for f in (g.file, g.cpu_file) if f}
+    unlisted = used - set(bundle.files)
     if unlisted:
         raise DraftgraphError(
             f"{bundle.path / MANIFEST}: graph files {sorted(unlisted)} have no hash; "

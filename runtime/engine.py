@@ -327,9 +327,7 @@ class Engine:
             )
         bad = [i for i in params.stop_ids or () if i >= vocabulary]
         if bad:
-            raise DraftgraphError(
-                f"stop_ids: {bad[0]} is outside the vocabulary of {vocabulary}"
-            )
+            raise DraftgraphError(f"stop_ids: {bad[0]} is outside the vocabulary of {vocabulary}")
         return Request(ids, len(ids), params, params.stops(self.bundle.target))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, SupportsIndex
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -47,13 +47,15 @@ class Tokenizer:
         if items and all(isinstance(m, Mapping) for m in items):
             text = self.render_chat(items)  # type: ignore[arg-type]
             return self._require().encode(text, add_special_tokens=False).ids
+        ids = []
         for token in items:
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
+            if isinstance(token, bool) or not isinstance(token, SupportsIndex):
                 raise DraftgraphError(
                     f"prompt: expected text, a list of token ids or a list of chat messages, found "
                     f"a list with {token!r}"
                 )
-        return [int(token) for token in items]  # type: ignore[arg-type]
+            ids.append(int(token))
+        return ids
 
     def render_chat(self, messages: Messages) -> str:
         """The chat template applied to messages, ending where the assistant's answer begins."""

@@ -68,7 +68,10 @@ class Backend(Protocol):
         """Run the target; leaves `logits` and `features` for the next calls."""
 
     def backbone(self, context: ContextBatch) -> None:
-        """Write the new context into the drafter's cache and draft; leaves `hidden`, `base_logits`."""
+        """Write the new context into the drafter's cache and draft one block.
+
+        Leaves `hidden` and `base_logits` for the next calls.
+        """
 
     def markov(self, anchor: np.ndarray, sampling: DraftSampling) -> np.ndarray:
         """Pick the block: draft ids [R, γ] i64."""
@@ -77,7 +80,10 @@ class Backend(Protocol):
         """Confidence logits [R, γ] f32, None when the drafter has no confidence head."""
 
     def accept(self, sampling: AcceptSampling) -> tuple[np.ndarray, np.ndarray]:
-        """accepted [R] i64 and next_id [R] i64 (-1: logits were not finite) of the last target call."""
+        """Judge the last target call: accepted [R] i64 and next_id [R] i64.
+
+        next_id is -1 where the logits were not finite.
+        """
 
     def read(self, name: str) -> np.ndarray:
         """A copy of an intermediate tensor by its graph name, for tests and diagnosis."""

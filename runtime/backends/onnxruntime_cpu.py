@@ -19,8 +19,11 @@ from ...graphs.contract import DecoderSpec
 from ...graphs.errors import DraftgraphError
 from ..bundle import Bundle
 from .base import AcceptSampling, ContextBatch, DraftSampling, TokenBatch
+from .hugepages import large_pages
 
 _NUMPY = {"fp32": np.float32, "fp16": np.float16, "int64": np.int64}
+# numpy has no bf16: its bits travel as 16-bit integers, tagged with ONNX's element type.
+_BF16_BITS, _BF16_ONNX = np.uint16, 16
 # Bindings of rounds are kept; those of long prefill chunks are one-offs and would pin memory.
 _KEEP_UP_TO_TOKENS = 64
 
@@ -53,9 +56,7 @@ def _use_one_thread_pool(threads: int | None) -> None:
 class OnnxRuntimeCpu:
     """Implements `Backend`; see there."""
 
-    def __init__(
-        self, bundle: Bundle, *, threads: int | None = None, markov: str = "auto"
-    ) -> None:
+    def __init__(self, bundle: Bundle, *, threads: int | None = None, markov: str = "auto") -> None:
         if markov not in ("auto", "full", "topk"):
             raise DraftgraphError(f'markov is {markov!r}, expected "auto", "full" or "topk"')
         if markov == "topk" and "markov_topk" not in bundle.graphs:
@@ -70,6 +71,7 @@ class OnnxRuntimeCpu:
         self._markov = "markov_topk" if truncated else "markov"
         self._sessions: dict[str, ort.InferenceSession] = {}
         self._caches: dict[str, dict[str, Any]] = {"target": {}, "backbone": {}}
+        self._cache_arrays: dict[str, dict[str, np.ndarray]] = {}  # the caches' memory
         self._capacity = {"target": 0, "backbone": 0}
         self._requests = 0
         self._bindings: dict[tuple[Any, ...], _Binding] = {}
@@ -82,7 +84,8 @@ class OnnxRuntimeCpu:
     def _session(self, name: str) -> ort.InferenceSession:
         """The session of a graph, made on first use."""
         if name not in self._sessions:
-            self._sessions[name] = open_session(self.bundle.graph_path(name))
+            with large_pages():
+                self._sessions[name] = open_session(self.bundle.graph_path(name, cpu=True))
         return self._sessions[name]
 
     # Caches
@@ -100,17 +103,23 @@ class OnnxRuntimeCpu:
                 self._grow(graph, specs[graph], capacity_step(rows))
 
     def _grow(self, graph: str, spec: DecoderSpec, capacity: int) -> None:
-        dtype = _NUMPY[self.bundle.dtype]
+        bf16 = self.bundle.dtype == "bf16"
+        dtype = _BF16_BITS if bf16 else _NUMPY[self.bundle.dtype]
         shape = (self._requests, spec.num_kv_heads, capacity, spec.head_dim)
-        caches = {}
+        caches, arrays = {}, {}
         for name in _cache_names(spec):
             # Zeros, not empty memory: a masked NaN would still poison 0 · NaN.
             new = np.zeros(shape, dtype)
             if name in self._caches[graph]:
-                old = self._caches[graph][name].numpy()
+                old = self._cache_arrays[graph][name]
                 new[:, :, : old.shape[2]] = old
-            caches[name] = ort.OrtValue.ortvalue_from_numpy(new)
-        self._caches[graph] = caches
+            arrays[name] = new
+            caches[name] = (
+                ort.OrtValue.ortvalue_from_numpy_with_onnx_type(new, _BF16_ONNX)
+                if bf16
+                else ort.OrtValue.ortvalue_from_numpy(new)
+            )
+        self._caches[graph], self._cache_arrays[graph] = caches, arrays
         self._capacity[graph] = capacity
         self._bindings.clear()
 

