@@ -199,13 +199,12 @@ class _Validation:
                 span = slice(done[i], done[i] + lengths[i])
                 self.check("target").logits(logits[rows], references[i][0][span], self.tie)
                 self.check("features").tensor(features[rows], references[i][1][span])
-            width = int(lengths.max())
-            index = starts[:, None] + np.minimum(np.arange(width), lengths[:, None] - 1)
             done += lengths
             anchors = np.array(
                 [p[n] if n < len(p) else p[0] for p, n in zip(prompts, done, strict=True)]
             )
-            backend.backbone(ContextBatch(index, lengths, drafted.copy(), anchors))
+            index, slots = np.arange(len(ids)), np.arange(r)
+            backend.backbone(ContextBatch(lengths, index, drafted.copy(), slots, anchors))
             drafted += lengths
         self._draft(backend, done, anchors, references)
 
@@ -288,9 +287,9 @@ class _Validation:
             sample_u = np.asarray(rng.random(r), np.float32)
             accepted, next_id = backend.accept(
                 AcceptSampling(
+                    slots=np.arange(r),
                     verify_length=lengths,
                     temperature=np.full(r, temperature, np.float32),
-                    draft_temperature=np.full(r, temperature, np.float32),
                     top_k=np.full(r, top_k),
                     top_p=np.full(r, top_p, np.float32),
                     accept_uniform=None if greedy else accept_u,
@@ -342,7 +341,13 @@ class _Validation:
         backend.reserve(1, len(ids), len(ids) + self.gamma)
         backend.target(TokenBatch(np.array(ids[:n], np.int64), np.array([n]), np.array([0])))
         anchor = np.array([ids[n]])
-        context = ContextBatch(np.arange(n)[None, :], np.array([n]), np.array([0]), anchor)
+        context = ContextBatch(
+            counts=np.array([n]),
+            index=np.arange(n),
+            past_length=np.array([0]),
+            slots=np.array([0]),
+            anchor=anchor,
+        )
         backend.backbone(context)
         base, hidden = backend.read("base_logits")[0], backend.read("hidden")[0]
         zero = np.zeros(1, np.float32)

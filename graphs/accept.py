@@ -26,9 +26,10 @@ class AcceptGreedy(nn.Module):
     """Acceptance at temperature 0: a draft token stands while it is the target's argmax.
 
     Inputs: target_logits [N, V] f32; cell_token [R, γ+1] i64, the packed row of every verified
-    position (cells past verify_length may name any row); draft_ids [R, γ] i64; verify_length [R]
-    i64, 0 .. γ. Outputs: accepted [R] i64; next_id [R] i64, the token after the accepted run, or -1
-    when the logits it comes from are not finite.
+    position (cells past verify_length may name any row); draft_ids [B, γ] i64; request_block [R]
+    i64, the drafted block of each request (any where verify_length is 0); verify_length [R] i64,
+    0 .. γ. Outputs: accepted [R] i64; next_id [R] i64, the token after the accepted run, or -1 when
+    the logits it comes from are not finite.
     """
 
     def __init__(self, block_size: int, vocab_size: int):
@@ -41,8 +42,10 @@ class AcceptGreedy(nn.Module):
         target_logits: ir.Value,
         cell_token: ir.Value,
         draft_ids: ir.Value,
+        request_block: ir.Value,
         verify_length: ir.Value,
     ) -> tuple[ir.Value, ir.Value]:
+        draft_ids = op.Gather(draft_ids, request_block, axis=0)
         best = op.ArgMax(target_logits, axis=1, keepdims=1)
         peak = op.Squeeze(op.GatherElements(target_logits, best, axis=1), [1])
         best = op.Squeeze(best, [1])
@@ -59,9 +62,9 @@ class AcceptSample(nn.Module):
     """Acceptance with per-request sampling parameters; greedy requests may be mixed in.
 
     Inputs as in `AcceptGreedy`, and: token_request [N] i64, the request of every packed row;
-    draft_logits [R, γ, V] f32 as the Markov graph returned them; accept_uniform [R, γ] and
+    draft_logits [B, γ, V] f32 as the Markov graph returned them; accept_uniform [R, γ] and
     sample_uniform [R] f32 in [0, 1); temperature [R] f32 of the target, 0 for greedy;
-    draft_temperature [R] f32, 0 when the draft was greedy (q is then one-hot); with `filters` also
+    draft_temperature [B] f32, 0 when the draft was greedy (q is then one-hot); with `filters` also
     top_k [R] i64 (0: off) and top_p [R] f32 (1: off).
 
     Zero residual mass (p = q up to rounding) redraws from p, its limit. Thresholds of top-k and
@@ -82,6 +85,7 @@ class AcceptSample(nn.Module):
         token_request: ir.Value,
         draft_ids: ir.Value,
         draft_logits: ir.Value,
+        request_block: ir.Value,
         verify_length: ir.Value,
         accept_uniform: ir.Value,
         sample_uniform: ir.Value,
@@ -104,19 +108,21 @@ class AcceptSample(nn.Module):
         best = op.ArgMax(target_logits, axis=1, keepdims=0)  # [N]
 
         # p and q of every drafted token, [R, γ].
+        block = op.Unsqueeze(request_block, [1])
+        q = op.Exp(scaled(op, draft_logits, op.Unsqueeze(draft_temperature, [1, 2])))
+        q = op.Div(q, op.ReduceSum(q, axis, keepdims=1))  # [B, γ, V]
+        q_drawn = op.Squeeze(op.GatherElements(q, op.Unsqueeze(draft_ids, [2]), axis=2), [2])
+        q_drawn = op.Gather(q_drawn, request_block, axis=0)
+        draft_ids = op.Gather(draft_ids, request_block, axis=0)
+        draft_greedy = op.Gather(is_greedy(op, draft_temperature), block, axis=0)
+        q_draft = op.Where(draft_greedy, one, q_drawn)
         verified = _columns(op, cell_token, gamma)
         target_greedy = op.Unsqueeze(is_greedy(op, temperature), [1])
-        draft_greedy = op.Unsqueeze(is_greedy(op, draft_temperature), [1])
         index = op.Concat(op.Unsqueeze(verified, [2]), op.Unsqueeze(draft_ids, [2]), axis=2)
         is_best = op.Equal(op.Gather(best, verified, axis=0), draft_ids)
         p_draft = op.Where(
             target_greedy, op.Cast(is_best, to=ir.DataType.FLOAT), op.GatherND(p, index)
         )
-        q = op.Exp(scaled(op, draft_logits, op.Unsqueeze(draft_temperature, [1, 2])))
-        q = op.Div(q, op.ReduceSum(q, axis, keepdims=1))  # [R, γ, V]
-        q_drawn = op.Squeeze(op.GatherElements(q, op.Unsqueeze(draft_ids, [2]), axis=2), [2])
-        q_draft = op.Where(draft_greedy, one, q_drawn)
-
         accepts = op.Less(op.Mul(accept_uniform, q_draft), p_draft)
         accepted = _leading_run(op, accepts, verify_length, gamma)
 
@@ -125,7 +131,7 @@ class AcceptSample(nn.Module):
         row = op.Squeeze(op.GatherElements(cell_token, run, axis=1), [1])
         p_row = op.Gather(p, row, axis=0)  # [R, V]
         slot = op.Min(run, op.Constant(value_ints=[gamma - 1]))
-        q_row = op.Squeeze(op.GatherND(q, op.Unsqueeze(slot, [2]), batch_dims=1), [1])
+        q_row = op.GatherND(q, op.Concat(block, slot, axis=1))
         vocabulary = op.Range(
             op.Constant(value_int=0),
             op.Constant(value_int=self.vocab_size),

@@ -18,6 +18,7 @@ from .layers import (
     MLP,
     Embedding,
     Linear,
+    RaggedView,
     RMSNorm,
     arange,
     axis_size,
@@ -60,26 +61,28 @@ class BlockAttention(nn.Module):
         past: tuple[ir.Value, ir.Value],
         rows: tuple[ir.Value, ir.Value],
         tables: tuple[Table, Table],
-        widths: tuple[ir.Value, ir.Value],
+        views: tuple[RaggedView, RaggedView],
         mask: ir.Value,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """block [R·γ, d], context [R·X, d] -> attention output [R·γ, d] and the updated caches.
+        """block [B·γ, d], context [P, d] -> attention output [B·γ, d] and the updated caches.
 
-        rows: first cache row of the context and of the block, [R] each. widths: X and γ as [1].
+        rows: first cache row of the context and of the block, [R] each. views: the padded view of
+        the context [R, X] and of the block [R, γ].
         The block is written second, over the context rows beyond feature_count, which are garbage.
         """
         s = self.spec
-        q = split_heads(op, self.q_proj(op, block), widths[1], s.num_heads, s.head_dim)
+        q = split_heads(op, views[1].pad(op, self.q_proj(op, block)), s.num_heads, s.head_dim)
         q = op.RotaryEmbedding(self._norm(op, self.q_norm, q), *tables[1])
         key, value = past
-        for x, row, table, width in zip((context, block), rows, tables, widths, strict=True):
-            kv = split_heads(op, self.kv_proj(op, x), width, 2 * s.num_kv_heads, s.head_dim)
+        for x, row, table, view in zip((context, block), rows, tables, views, strict=True):
+            kv = view.pad(op, self.kv_proj(op, x))
+            kv = split_heads(op, kv, 2 * s.num_kv_heads, s.head_dim)
             k, v = op.Split(kv, [s.num_kv_heads] * 2, axis=1, _outputs=2)
             k = op.RotaryEmbedding(self._norm(op, self.k_norm, k), *table)
             key, value = write_cache(op, key, k, row), write_cache(op, value, v, row)
         y = op.Attention(q, key, value, mask, scale=s.head_dim**-0.5, is_causal=0)
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [-1, s.num_heads * s.head_dim])
-        return self.o_proj(op, y), key, value
+        return self.o_proj(op, views[1].pack(op, y)), key, value
 
     def _norm(self, op: Any, norm: RMSNorm, x: ir.Value) -> ir.Value:
         return cast(op, norm(op, cast(op, x, self.dtype, "fp32")), "fp32", self.dtype)
@@ -107,12 +110,14 @@ class BlockLayer(nn.Module):
 class Backbone(nn.Module):
     """Projects new target features into the draft cache and drafts one block.
 
-    Inputs: features [N, m·d] f32, the target's output as it is; feature_index [R, X] i64, the rows
-    of `features` that became committed tokens (cells past feature_count may name any row);
-    feature_count [R] i64; past_length [R] i64, rows already in the draft cache; anchor [R] i64;
-    past_key.i / past_value.i [R, K, C, D], updated in place. The cache must have room for
-    past_length + max(X, feature_count + γ) rows.
-    Outputs: hidden [R, γ, d] f32 (after the final norm); base_logits [R, γ, V] f32; present_*.
+    Inputs: features [N, m·d] f32, the target's output as it is; feature_index [P] i64, the rows of
+    `features` that became committed tokens, request by request; context_cell [R, X] i64, which of
+    those P each padded cell holds (any where there is none); feature_count [R] i64, how many of the
+    X are valid; past_length [R] i64, rows already in the draft cache; anchor [B] i64, of the
+    requests that draft; request_block [R] i64, the block of each request (any for those that do not
+    draft); block_request [B] i64, its inverse; past_key.i / past_value.i [R, K, C, D], updated in
+    place. The cache must have room for past_length + max(X, feature_count + γ) rows.
+    Outputs: hidden [B, γ, d] f32 (after the final norm); base_logits [B, γ, V] f32; present_*.
 
     The committed tokens occupy positions 0 .. past_length + feature_count - 1 and the anchor the
     next one, so a cache row is a position.
@@ -142,19 +147,22 @@ class Backbone(nn.Module):
         op: Any,
         features: ir.Value,
         feature_index: ir.Value,
+        context_cell: ir.Value,
         feature_count: ir.Value,
         past_length: ir.Value,
         anchor: ir.Value,
+        request_block: ir.Value,
+        block_request: ir.Value,
         past: list[tuple[ir.Value, ir.Value]],
     ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
         c, spec, dtype = self.contract, self.contract.decoder, self.dtype
-        gamma, d, m = c.block_size, spec.hidden_size, len(c.tap_ids)
+        gamma, d = c.block_size, spec.hidden_size
 
-        rows = op.Reshape(op.Gather(features, feature_index, axis=0), [-1, m * d])
+        rows = op.Gather(features, feature_index, axis=0)
         context = cast(op, self.hidden_norm(op, self.fc(op, rows)), "fp32", dtype)
 
         block_start = op.Add(past_length, feature_count)
-        context_width = axis_size(op, feature_index, 1)
+        context_width = axis_size(op, context_cell, 1)
         context_positions = op.Add(
             op.Unsqueeze(past_length, [1]), op.Unsqueeze(arange(op, context_width), [0])
         )
@@ -176,11 +184,18 @@ class Backbone(nn.Module):
             ids = op.Concat(ids, op.Add(zero_column, masks), axis=1)
         x = self.embed_tokens(op, op.Reshape(ids, [-1]))
 
-        widths = (context_width, op.Constant(value_ints=[gamma]))
+        # Block slot j of block b is packed token b·γ + j.
+        views = (
+            RaggedView(context_cell, None),
+            RaggedView(
+                _cells(op, request_block, gamma, slots),
+                op.Reshape(_cells(op, block_request, gamma, slots), [-1]),
+            ),
+        )
         present = []
         for i, layer in enumerate(self.layers):
             x, key, value = layer(
-                op, x, context, past[i], (past_length, block_start), tables, widths, mask
+                op, x, context, past[i], (past_length, block_start), tables, views, mask
             )
             present.append((key, value))
         hidden = self.norm(op, x)
@@ -190,3 +205,8 @@ class Backbone(nn.Module):
             op.Reshape(logits, [-1, gamma, c.vocab_size]),
             present,
         )
+
+
+def _cells(op: Any, block: ir.Value, gamma: int, slots: ir.Value) -> ir.Value:
+    """block·γ + slot for block [n] and slots [1, γ]: [n, γ]."""
+    return op.Add(op.Mul(op.Unsqueeze(block, [1]), op.Constant(value_int=gamma)), slots)

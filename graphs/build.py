@@ -31,11 +31,13 @@ HEAD = "lm_head.weight"
 Dim = int | str
 # Symbolic axes of every graph; docs/bundle.md explains each.
 AXES = {
-    "R": "requests",
+    "R": "requests (slots of the caches)",
+    "B": "requests that draft in this call",
     "N": "packed tokens of all requests",
     "S": "padded width: most tokens of one request",
     "M": "rows that need logits",
-    "X": "padded width of new context rows",
+    "P": "packed rows of new context of all requests",
+    "X": "padded width of new context: most rows of one request",
     "C": "cache capacity in rows",
 }
 
@@ -133,20 +135,23 @@ def build_backbone(draft: DraftContract, target: TargetContract, dtype: DType) -
     features = len(draft.tap_ids) * spec.hidden_size
     inputs = [
         Port("features", F32, ("N", features)),
-        Port("feature_index", I64, ("R", "X")),
+        Port("feature_index", I64, ("P",)),
+        Port("context_cell", I64, ("R", "X")),
         Port("feature_count", I64, ("R",)),
         Port("past_length", I64, ("R",)),
-        Port("anchor", I64, ("R",)),
+        Port("anchor", I64, ("B",)),
+        Port("request_block", I64, ("R",)),
+        Port("block_request", I64, ("B",)),
         *_kv_ports("past", spec, dtype),
     ]
     outputs = [
-        Port("hidden", F32, ("R", draft.block_size, spec.hidden_size)),
-        Port("base_logits", F32, ("R", draft.block_size, draft.vocab_size)),
+        Port("hidden", F32, ("B", draft.block_size, spec.hidden_size)),
+        Port("base_logits", F32, ("B", draft.block_size, draft.vocab_size)),
         *_kv_ports("present", spec, dtype),
     ]
 
     def call(op: Any, v: list[ir.Value]) -> list[ir.Value]:
-        hidden, logits, present = module(op, *v[:5], _pairs(v[5:]))
+        hidden, logits, present = module(op, *v[:8], _pairs(v[8:]))
         return [hidden, logits, *_flat(present)]
 
     def rename(path: str) -> str:
@@ -169,16 +174,16 @@ def build_markov(
     gamma, v, d = draft.block_size, draft.vocab_size, draft.decoder.hidden_size
     module = Markov(draft, dtype, top_k, greedy)
     uses_hidden = draft.markov_type in ("gated", "rnn")
-    inputs = [Port("base_logits", F32, ("R", gamma, v))]
+    inputs = [Port("base_logits", F32, ("B", gamma, v))]
     if uses_hidden:
-        inputs.append(Port("hidden", F32, ("R", gamma, d)))
-    inputs.append(Port("anchor", I64, ("R",)))
-    outputs = [Port("draft_ids", I64, ("R", gamma))]
+        inputs.append(Port("hidden", F32, ("B", gamma, d)))
+    inputs.append(Port("anchor", I64, ("B",)))
+    outputs = [Port("draft_ids", I64, ("B", gamma))]
     if not greedy:
-        inputs += [Port("uniforms", F32, ("R", gamma)), Port("temperature", F32, ("R",))]
-        outputs.append(Port("draft_logits", F32, ("R", gamma, v)))
+        inputs += [Port("uniforms", F32, ("B", gamma)), Port("temperature", F32, ("B",))]
+        outputs.append(Port("draft_logits", F32, ("B", gamma, v)))
     if draft.markov_type != "none":
-        outputs.append(Port("prev_embeddings", F32, ("R", gamma, draft.markov_rank)))
+        outputs.append(Port("prev_embeddings", F32, ("B", gamma, draft.markov_rank)))
 
     def call(op: Any, values: list[ir.Value]) -> list[ir.Value]:
         base, *rest = values
@@ -197,10 +202,10 @@ def build_confidence(draft: DraftContract) -> ir.Model:
     module = Confidence(draft)
     with_markov = draft.confidence_with_markov
     inputs = [
-        Port("hidden", F32, ("R", gamma, d)),
-        *([Port("prev_embeddings", F32, ("R", gamma, r))] if with_markov else []),
+        Port("hidden", F32, ("B", gamma, d)),
+        *([Port("prev_embeddings", F32, ("B", gamma, r))] if with_markov else []),
     ]
-    outputs = [Port("confidence_logits", F32, ("R", gamma))]
+    outputs = [Port("confidence_logits", F32, ("B", gamma))]
 
     def call(op: Any, v: list[ir.Value]) -> list[ir.Value]:
         return [module(op, v[0], v[1] if with_markov else None)]
@@ -215,24 +220,26 @@ def build_accept(draft: DraftContract, kind: str) -> ir.Model:
         Port("target_logits", F32, ("N", v)),
         Port("cell_token", I64, ("R", gamma + 1)),
     ]
-    drafted = Port("draft_ids", I64, ("R", gamma))
+    drafted = Port("draft_ids", I64, ("B", gamma))
+    block = Port("request_block", I64, ("R",))
     length = Port("verify_length", I64, ("R",))
     module: nn.Module
     if kind == "greedy":
         module = AcceptGreedy(gamma, v)
-        inputs = [*verified, drafted, length]
+        inputs = [*verified, drafted, block, length]
     else:
         module = AcceptSample(gamma, v, filters=kind == "filtered")
         inputs = [
             *verified,
             Port("token_request", I64, ("N",)),
             drafted,
-            Port("draft_logits", F32, ("R", gamma, v)),
+            Port("draft_logits", F32, ("B", gamma, v)),
+            block,
             length,
             Port("accept_uniform", F32, ("R", gamma)),
             Port("sample_uniform", F32, ("R",)),
             Port("temperature", F32, ("R",)),
-            Port("draft_temperature", F32, ("R",)),
+            Port("draft_temperature", F32, ("B",)),
         ]
         if kind == "filtered":
             inputs += [Port("top_k", I64, ("R",)), Port("top_p", F32, ("R",))]

@@ -17,8 +17,8 @@ from .layers import Linear
 class Confidence(nn.Module):
     """The confidence head: c_k = σ(logit_k) = P(token k accepted | all before it accepted).
 
-    Inputs: hidden [R, γ, d] f32 after the final norm (the lm_head's input); prev_embeddings
-    [R, γ, r] f32 when the head was trained with them. Output: confidence_logits [R, γ] f32.
+    Inputs: hidden [B, γ, d] f32 after the final norm (the lm_head's input); prev_embeddings
+    [B, γ, r] f32 when the head was trained with them. Output: confidence_logits [B, γ] f32.
     """
 
     def __init__(self, contract: DraftContract):

@@ -77,11 +77,12 @@ class RaggedView:
     """How N packed tokens map to the padded view [R, S] that attention needs.
 
     cell_token [R, S]: the packed token of every padded cell (any valid token where there is none).
-    token_cell [N]: the flattened cell r·S + s of every packed token.
+    token_cell [N]: the flattened cell r·S + s of every packed token; None where nothing is packed
+    back.
     """
 
     cell_token: ir.Value
-    token_cell: ir.Value
+    token_cell: ir.Value | None
 
     def pad(self, op: Any, x: ir.Value) -> ir.Value:
         """[N, k] -> [R, S, k]"""
@@ -157,11 +158,8 @@ class Attention(nn.Module):
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         """x [N, d] -> rotated q [R, H, S, D], rotated k [R, K, S, D], v [R, K, S, D]."""
         s = self.spec
-        heads = op.Reshape(
-            view.pad(op, self.qkv_proj(op, x)),
-            [0, 0, s.num_heads + 2 * s.num_kv_heads, s.head_dim],
-        )
-        heads = op.Transpose(heads, perm=[0, 2, 1, 3])
+        qkv = view.pad(op, self.qkv_proj(op, x))
+        heads = split_heads(op, qkv, s.num_heads + 2 * s.num_kv_heads, s.head_dim)
         if not s.qk_norm:  # q and k rotate in one call
             n_rotated = s.num_heads + s.num_kv_heads
             qk, v = op.Split(heads, [n_rotated, s.num_kv_heads], axis=1, _outputs=2)
@@ -187,10 +185,9 @@ class Attention(nn.Module):
         return self.o_proj(op, view.pack(op, y))
 
 
-def split_heads(op: Any, x: ir.Value, width: ir.Value, heads: int, head_dim: int) -> ir.Value:
-    """[R·W, heads·D] -> [R, heads, W, D] for a width of shape [1]."""
-    shape = op.Concat(op.Constant(value_ints=[-1]), width, [heads, head_dim], axis=0)
-    return op.Transpose(op.Reshape(x, shape), perm=[0, 2, 1, 3])
+def split_heads(op: Any, x: ir.Value, heads: int, head_dim: int) -> ir.Value:
+    """[R, W, heads·D] -> [R, heads, W, D]."""
+    return op.Transpose(op.Reshape(x, [0, 0, heads, head_dim]), perm=[0, 2, 1, 3])
 
 
 def write_cache(op: Any, past: ir.Value, new: ir.Value, write_index: ir.Value) -> ir.Value:

@@ -22,10 +22,10 @@ EXCLUDED = -1e30
 class Markov(nn.Module):
     """The sequential head, unrolled over the γ slots, token choice included.
 
-    Inputs: base_logits [R, γ, V] f32; hidden [R, γ, d] f32 (gated and rnn only); anchor [R] i64;
-    uniforms [R, γ] f32 in [0, 1); temperature [R] f32, 0 for greedy drafting.
-    Outputs: draft_ids [R, γ] i64; draft_logits [R, γ, V] f32, the logits that were drawn from
-    (before the temperature); prev_embeddings [R, γ, r] f32, W1 of the token before each slot (only
+    Inputs: base_logits [B, γ, V] f32; hidden [B, γ, d] f32 (gated and rnn only); anchor [B] i64;
+    uniforms [B, γ] f32 in [0, 1); temperature [B] f32, 0 for greedy drafting.
+    Outputs: draft_ids [B, γ] i64; draft_logits [B, γ, V] f32, the logits that were drawn from
+    (before the temperature); prev_embeddings [B, γ, r] f32, W1 of the token before each slot (only
     with a Markov head).
 
     The `greedy` form has neither uniforms nor temperature and returns no draft_logits: a third of
@@ -104,7 +104,7 @@ class Markov(nn.Module):
     def _transform(
         self, op: Any, e: ir.Value, h: ir.Value | None, state: ir.Value | None
     ) -> tuple[ir.Value, ir.Value | None]:
-        """What W2 multiplies, [R, r], and the recurrent state after this slot (rnn only)."""
+        """What W2 multiplies, [B, r], and the recurrent state after this slot (rnn only)."""
         kind, r = self.contract.markov_type, self.contract.markov_rank
         if kind == "gated":
             gate = op.Sigmoid(self.gate_proj(op, op.Concat(h, e, axis=1)))
@@ -121,12 +121,12 @@ class Markov(nn.Module):
         return e, None
 
     def _bias(self, op: Any, low_rank: ir.Value, slot_ids: ir.Value | None) -> ir.Value:
-        """W2 · low_rank over the whole vocabulary [R, V], or over the candidates [R, k]."""
+        """W2 · low_rank over the whole vocabulary [B, V], or over the candidates [B, k]."""
         x = cast(op, low_rank, "fp32", self.dtype)
         w2 = self.markov_w2(op)
         if slot_ids is None:
             return cast(op, op.Gemm(x, w2, transB=1), self.dtype, "fp32")
-        rows = op.Gather(w2, slot_ids, axis=0)  # [R, k, r]
+        rows = op.Gather(w2, slot_ids, axis=0)  # [B, k, r]
         return cast(op, op.Squeeze(op.MatMul(rows, op.Unsqueeze(x, [2])), [2]), self.dtype, "fp32")
 
 

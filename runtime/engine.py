@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,17 @@ class Request:
     prompt_length: int
     params: SamplingParams
     stops: frozenset[int]
-    number: int = 0  # keys the random numbers together with the seed
+    speculative: bool
+    number: int  # keys the random numbers together with the seed
+    text: TextStream | None
+    slot: int = -1
     draft_rows: int = 0  # rows in the drafter's cache
-    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    held_rows: int = 0  # committed rows whose features the backend holds
+    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the last call
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    new_text: str = ""  # decoded by the last step
+    clock: _Clock | None = None
 
     @property
     def generated(self) -> list[int]:
@@ -47,200 +54,342 @@ class Request:
         return self.params.max_new_tokens - (len(self.ids) - self.prompt_length)
 
     @property
-    def draft_temperature(self) -> float:
-        params = self.params
-        return 0.0 if params.greedy or params.draft_sampling == "greedy" else params.temperature
+    def new_context(self) -> int:
+        """Committed rows that the drafter's cache lacks."""
+        return self.held_rows + len(self.context)
+
+    def uniforms(self, count: int, purpose: Purpose) -> np.ndarray:
+        """Draws for the positions after the anchor."""
+        return uniforms(self.params.seed, self.number, len(self.ids), count, purpose)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The drafted block of one request."""
+
+    ids: np.ndarray  # [γ]
+    confidence: np.ndarray | None  # [γ] after the sigmoid
 
 
 class Engine:
-    """Runs a bundle. Not safe for concurrent calls: one engine decodes one request at a time."""
+    """Runs a bundle for up to `max_requests` requests at a time. Not safe for concurrent calls."""
 
-    def __init__(self, bundle: Bundle, backend: Backend) -> None:
+    def __init__(self, bundle: Bundle, backend: Backend, *, max_requests: int = 8) -> None:
+        if max_requests < 1:
+            raise DraftgraphError(f"max_requests is {max_requests}, expected at least 1")
         self.bundle = bundle
         self.backend = backend
         self.tokenizer = Tokenizer(bundle)
         self.gamma = bundle.draft.block_size
+        self.max_requests = max_requests
+        self._slots: list[Request | None] = []
+        self._waiting: deque[Request] = deque()
+        self._step_seconds = self._step_start = 0.0
 
     @classmethod
     def load(
-        cls, path: str | Path, provider: str = "cpu", *, verify: bool = True, **options: Any
+        cls,
+        path: str | Path,
+        provider: str = "cpu",
+        *,
+        max_requests: int = 8,
+        verify: bool = True,
+        **options: Any,
     ) -> Engine:
         """Open a bundle directory.
 
+        max_requests: how many requests may decode together (memory is taken only as it is used).
         verify: compare every file with its hash first. Options of the cpu provider: threads (size
         of the process-wide pool, default all cores) and markov ("auto": the truncated head where
         the bundle has one, "topk", or "full"). Raises `DraftgraphError`.
         """
         bundle = load_bundle(path, verify=verify)
-        return cls(bundle, open_backend(bundle, provider, **options))
+        return cls(bundle, open_backend(bundle, provider, **options), max_requests=max_requests)
 
     # The algorithm
 
-    def _round(self, request: Request) -> list[int]:
-        """Draft, schedule, verify: the ids that this round commits."""
-        limit = min(self.gamma, request.budget)
-        draft_ids, confidence = self._draft(request)
-        length = self._schedule(request, confidence, limit)
-        accepted, next_id = self._verify(request, draft_ids[:length])
-        return self._commit(request, draft_ids, confidence, length, accepted, next_id)
+    def step(self) -> list[Request]:
+        """One round for every running request; returns those that ended.
 
-    def _draft(self, request: Request) -> tuple[np.ndarray, np.ndarray | None]:
-        """draft ids [γ] and confidences [γ] of one block."""
-        count = len(request.context)
-        anchor = np.array([request.ids[-1]])
-        self.backend.reserve(
-            1, len(request.ids) + self.gamma, request.draft_rows + count + self.gamma
-        )
+        Requests that wait take free slots first, and their prompts are prefilled.
+        """
+        self._step_start = time.perf_counter()
+        ended = self._admit()
+        running = self._running()
+        if running:
+            drafts = self._draft([r for r in running if self._wants_draft(r)])
+            lengths = self._schedule(running, drafts)
+            accepted, next_ids = self._verify(running, drafts, lengths)
+            for i, request in enumerate(running):
+                draft = drafts.get(request.slot)
+                self._commit(request, draft, lengths[i], int(accepted[i]), int(next_ids[i]))
+            ended += [r for r in running if r.finish_reason]
+        self._step_seconds += time.perf_counter() - self._step_start
+        for request in ended:
+            self._leave(request)
+        return ended
+
+    def _draft(self, drafting: list[Request]) -> dict[int, Draft]:
+        """Drafted blocks by slot."""
+        if not drafting:
+            return {}
+        gamma, view = self.gamma, self._view()
+        counts = np.zeros(len(view), np.int64)
+        rows = np.array([r.draft_rows if r else 0 for r in view])
+        for request in drafting:
+            counts[request.slot] = request.new_context
+        anchor = np.array([r.ids[-1] for r in drafting])
+        room = int((rows + np.maximum(counts + gamma, counts.max())).max())
+        self.backend.reserve(len(self._slots), 0, room)
         self.backend.backbone(
             ContextBatch(
-                index=request.context[None, :],
-                count=np.array([count]),
-                past_length=np.array([request.draft_rows]),
+                counts=counts,
+                index=np.concatenate([r.context for r in drafting]),
+                past_length=rows,
+                slots=np.array([r.slot for r in drafting]),
                 anchor=anchor,
             )
         )
-        request.draft_rows += count
-        request.context = request.context[:0]
-        temperature = np.array([request.draft_temperature], np.float32)
+        for request in drafting:
+            request.draft_rows += request.new_context
+            request.held_rows, request.context = 0, request.context[:0]
         draws = None
-        if not request.params.greedy:
-            draws = self._uniforms(request, self.gamma, Purpose.DRAFT)[None, :]
+        if not all(r.params.greedy for r in drafting):
+            draws = np.stack([r.uniforms(gamma, Purpose.DRAFT) for r in drafting])
+        temperature = np.array([r.params.draft_temperature for r in drafting], np.float32)
         ids = self.backend.markov(anchor, DraftSampling(temperature, draws))
         logits = self.backend.confidence()
-        return ids[0].copy(), None if logits is None else 1 / (1 + np.exp(-logits[0]))
+        confidence = None if logits is None else 1 / (1 + np.exp(-logits))
+        return {
+            r.slot: Draft(ids[i].copy(), None if confidence is None else confidence[i])
+            for i, r in enumerate(drafting)
+        }
 
-    def _schedule(self, request: Request, confidence: np.ndarray | None, limit: int) -> int:
-        """How many drafted tokens to verify, decided before the target runs."""
+    def _schedule(self, running: list[Request], drafts: dict[int, Draft]) -> list[int]:
+        """How many drafted tokens each request verifies, decided before the target runs."""
         start = time.perf_counter()
-        policy = POLICIES[request.params.scheduler]
-        lengths = policy(
-            None if confidence is None else confidence[None, :],
-            np.array([limit]),
-            np.array([request.params.threshold]),
-        )
+        lengths = [0] * len(running)
+        for i, request in enumerate(running):
+            draft = drafts.get(request.slot)
+            if draft is None:
+                continue
+            lengths[i] = int(
+                POLICIES[request.params.scheduler](
+                    None if draft.confidence is None else draft.confidence[None, :],
+                    np.array([min(self.gamma, request.budget)]),
+                    np.array([request.params.threshold]),
+                )[0]
+            )
         self.backend.seconds["schedule"] += time.perf_counter() - start
-        return int(lengths[0])
+        return lengths
 
-    def _verify(self, request: Request, draft_ids: np.ndarray) -> tuple[int, int]:
-        """Run the target over the anchor and the drafted ids; accepted count and next id."""
-        rows = len(request.ids) - 1
-        self.backend.reserve(1, rows + 1 + len(draft_ids), 0)
-        tokens = np.concatenate([np.array(request.ids[-1:], np.int64), draft_ids])
-        self.backend.target(
-            TokenBatch(tokens, lengths=np.array([len(tokens)]), past_length=np.array([rows]))
-        )
-        return self._accept(request, len(draft_ids))
+    def _verify(
+        self, running: list[Request], drafts: dict[int, Draft], lengths: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Run the target over every anchor and its drafted ids: accepted counts and next ids."""
+        view = self._view()
+        tokens, widths = [], np.zeros(len(view), np.int64)
+        for request, length in zip(running, lengths, strict=True):
+            tokens.append(request.ids[-1])
+            if length:
+                tokens += drafts[request.slot].ids[:length].tolist()
+            widths[request.slot] = 1 + length
+        rows = np.array([len(r.ids) - 1 if r else 0 for r in view])
+        self._target(TokenBatch(np.array(tokens, np.int64), widths, rows))
+        starts = np.cumsum(widths) - widths
+        for request in running:
+            request.context = starts[request.slot : request.slot + 1]  # extended by _commit
+        return self._accept(running, lengths)
 
     def _commit(
-        self,
-        request: Request,
-        draft_ids: np.ndarray,
-        confidence: np.ndarray | None,
-        length: int,
-        accepted: int,
-        next_id: int,
-    ) -> list[int]:
+        self, request: Request, draft: Draft | None, length: int, accepted: int, next_id: int
+    ) -> None:
         """Append the accepted run and the next token, cut at the first stop id."""
-        new = [*draft_ids[:accepted].tolist(), next_id]
-        kept = self._append(request, new)
-        # The verified rows that are now committed: the anchor and the accepted run. The next
+        drafted = [] if draft is None else draft.ids.tolist()
+        # The verified rows that are committed now: the anchor and the accepted run. The next
         # backbone call reads their features; rejected rows are overwritten in every cache.
-        request.context = np.arange(accepted + 1)
-        request.rounds.append(
-            Round(
-                start=len(request.ids) - len(kept) - 1,
-                draft_ids=draft_ids.tolist(),
-                verified=length,
-                accepted=min(accepted, len(kept)),
-                confidence=None if confidence is None else confidence.tolist(),
-                next_id=next_id if len(kept) == len(new) else None,
+        request.context = request.context[0] + np.arange(accepted + 1)
+        start = len(request.ids) - 1
+        kept = self._append(request, [*drafted[:accepted], next_id])
+        if draft is not None:
+            request.rounds.append(
+                Round(
+                    start=start,
+                    draft_ids=drafted,
+                    verified=length,
+                    accepted=min(accepted, kept),
+                    confidence=None if draft.confidence is None else draft.confidence.tolist(),
+                    next_id=next_id if kept == accepted + 1 else None,
+                )
             )
-        )
-        return kept
 
-    def _step(self, request: Request) -> list[int]:
-        """One token of plain decoding: the same target graph at width 1."""
-        _, next_id = self._verify(request, np.zeros(0, np.int64))
-        return self._append(request, [next_id])
-
-    def _prefill(self, request: Request, speculative: bool) -> list[int]:
-        """Write the prompt into the caches and draw the first anchor."""
+    def _prefill(self, request: Request) -> None:
+        """Write the prompt into the target's cache and draw the first anchor."""
         prompt = np.array(request.ids, np.int64)
         for start in range(0, len(prompt), PREFILL_CHUNK):
             chunk = prompt[start : start + PREFILL_CHUNK]
-            if start and speculative:  # features of the chunk before, before they are replaced
-                self._draft_context(request)
-            self.backend.reserve(1, start + len(chunk), 0)
-            self.backend.target(
+            self._target(
                 TokenBatch(
                     chunk,
                     lengths=np.array([len(chunk)]),
                     past_length=np.array([start]),
                     last_only=True,
+                    first_slot=request.slot,
                 )
             )
             request.context = np.arange(len(chunk))
-        _, next_id = self._accept(request, 0)
-        return self._append(request, [next_id])
+        _, next_id = self._accept([request], [0])
+        self._append(request, [int(next_id[0])])
 
-    def _draft_context(self, request: Request) -> None:
-        """Write pending context into the drafter's cache without using the block."""
-        count = len(request.context)
-        self.backend.reserve(1, 0, request.draft_rows + count + self.gamma)
-        self.backend.backbone(
-            ContextBatch(
-                index=request.context[None, :],
-                count=np.array([count]),
-                past_length=np.array([request.draft_rows]),
-                anchor=np.array([request.ids[0]]),
-            )
-        )
-        request.draft_rows += count
+    def _target(self, batch: TokenBatch) -> None:
+        """A target call; features of the call before that are still needed are held."""
+        for request in self._running():
+            if request.speculative and len(request.context):
+                self.backend.hold(request.slot, request.context)
+                request.held_rows += len(request.context)
+            request.context = request.context[:0]
+        rows = int((batch.past_length + batch.lengths.max()).max())
+        self.backend.reserve(len(self._slots), rows, 0)
+        self.backend.target(batch)
 
-    def _accept(self, request: Request, length: int) -> tuple[int, int]:
-        params = request.params
+    def _accept(self, requests: list[Request], lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        params = [r.params for r in requests]
         accept_draws = sample_draws = None
-        if not params.greedy:
-            accept_draws = self._uniforms(request, self.gamma, Purpose.ACCEPT)[None, :]
-            # The token after the accepted run sits at one of the positions that follow the anchor;
-            # its number is keyed by the anchor, which moves past it every round.
-            sample_draws = self._uniforms(request, 1, Purpose.TARGET)
-        accepted, next_id = self.backend.accept(
+        if not all(p.greedy for p in params):
+            accept_draws = np.stack([r.uniforms(self.gamma, Purpose.ACCEPT) for r in requests])
+            # The token after the accepted run sits somewhere behind the anchor; its number is
+            # keyed by the position after the anchor, which no other round has.
+            sample_draws = np.concatenate([r.uniforms(1, Purpose.TARGET) for r in requests])
+        accepted, next_ids = self.backend.accept(
             AcceptSampling(
-                verify_length=np.array([length]),
-                temperature=np.array([params.temperature if not params.greedy else 0], np.float32),
-                draft_temperature=np.array([request.draft_temperature], np.float32),
-                top_k=np.array([params.top_k]),
-                top_p=np.array([params.top_p], np.float32),
+                slots=np.array([r.slot for r in requests]),
+                verify_length=np.array(lengths, np.int64),
+                temperature=np.array([p.target_temperature for p in params], np.float32),
+                top_k=np.array([p.top_k for p in params], np.int64),
+                top_p=np.array([p.top_p for p in params], np.float32),
                 accept_uniform=accept_draws,
                 sample_uniform=sample_draws,
             )
         )
-        if next_id[0] < 0:
+        if (next_ids < 0).any():
+            request = requests[int(next_ids.argmin())]
             raise DraftgraphError(
                 f"the target's logits are not finite at position {len(request.ids)}; if the bundle "
                 "is fp16, export it with --dtype bf16 or fp32"
             )
-        return int(accepted[0]), int(next_id[0])
+        return accepted, next_ids
 
-    def _append(self, request: Request, new: list[int]) -> list[int]:
-        """Commit ids up to the first stop id and the budget; returns those that were kept."""
+    def _append(self, request: Request, new: list[int]) -> int:
+        """Commit ids up to the first stop and the budget; returns how many were kept."""
         kept = new[: request.budget]
-        for i, token in enumerate(kept):
-            if token in request.stops:
-                kept = kept[: i + 1]
+        stop_at = next((i for i, token in enumerate(kept) if token in request.stops), None)
+        if stop_at is not None:
+            kept = kept[: stop_at + 1]
+            request.finish_reason = "stop"
+        if request.text is not None:
+            request.new_text, count = request.text.push(kept, request.params.stop)
+            if count is not None:
+                kept = kept[:count]
                 request.finish_reason = "stop"
-                break
         request.ids.extend(kept)
         if request.finish_reason is None and request.budget == 0:
             request.finish_reason = "length"
-        return kept
+        return len(kept)
 
-    def _uniforms(self, request: Request, count: int, purpose: Purpose) -> np.ndarray:
-        """Draws for the positions after the anchor."""
-        return uniforms(request.params.seed, request.number, len(request.ids), count, purpose)
+    def _wants_draft(self, request: Request) -> bool:
+        """With one token left there is nothing to draft for."""
+        return request.speculative and request.budget > 1
+
+    # Slots
+
+    def _running(self) -> list[Request]:
+        return [r for r in self._slots if r is not None and r.finish_reason is None]
+
+    def _view(self) -> list[Request | None]:
+        """The slots up to the last occupied one: what a batched call covers."""
+        last = max(i for i, r in enumerate(self._slots) if r is not None)
+        return self._slots[: last + 1]
+
+    def _admit(self) -> list[Request]:
+        """Give free slots to waiting requests and prefill them; returns those that end at once."""
+        ended = []
+        for slot, occupant in enumerate(self._slots):
+            if occupant is None and self._waiting:
+                request = self._waiting.popleft()
+                request.slot = slot
+                self._slots[slot] = request
+                self._prefill(request)
+                assert request.clock is not None
+                request.clock.first_token(self)
+                if request.finish_reason:
+                    ended.append(request)
+        return ended
+
+    def _leave(self, request: Request) -> None:
+        assert request.clock is not None
+        request.clock.ended(self)
+        self._slots[request.slot] = None
+        self.backend.release(request.slot)
+
+    def _open_slots(self, count: int) -> None:
+        """Start with `count` empty slots; only when nothing is running."""
+        self._waiting.clear()
+        self._slots = [None] * count
+        self.backend.reset(count)
 
     # The public calls
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        speculative: bool = True,
+        number: int = 0,
+    ) -> Request:
+        """Queue a request for `step`, which it joins as soon as a slot is free.
+
+        number distinguishes the random numbers of requests that share a seed. A request's tokens
+        do not depend on the other requests. Raises `DraftgraphError` as `generate` does.
+        """
+        request = self._request(prompt, params or SamplingParams(), speculative, number)
+        if not self.busy and len(self._slots) != self.max_requests:
+            self._open_slots(self.max_requests)
+        self._waiting.append(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        """Is any request waiting or running?"""
+        return bool(self._waiting) or any(self._slots)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: bool = True,
+    ) -> list[Output]:
+        """Decode many prompts, up to `max_requests` at a time; outputs in the order of prompts.
+
+        params: one for all or one for each. Request i draws with number i.
+        """
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise DraftgraphError(f"{len(params)} params for {len(prompts)} prompts")
+        self._refuse_busy()
+        requests = [
+            self._request(prompt, p, speculative, number)
+            for number, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+        ]
+        if not requests:
+            return []
+        self._open_slots(min(self.max_requests, len(requests)))
+        self._waiting.extend(requests)
+        while self.busy:
+            self._guarded_step()
+        return [self.output(r) for r in requests]
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculative: bool = True
@@ -252,59 +401,68 @@ class Engine:
         for an empty prompt, a prompt and budget beyond the bundle's max_seq_len, and ids outside
         the vocabulary.
         """
-        *_, output = self._run(prompt, params or SamplingParams(), speculative)
-        assert isinstance(output, Output)
-        return output
+        request = self._start(prompt, params, speculative)
+        while request.clock is None or not request.clock.done:
+            self._guarded_step()
+        return self.output(request)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculative: bool = True
     ) -> Iterator[str]:
         """Decode one prompt, yielding text as it is committed; needs a tokenizer."""
-        params = params or SamplingParams()
-        self.tokenizer.stream()  # refuse before the first token
-        for item in self._run(prompt, params, speculative):
-            if isinstance(item, str) and item:
-                yield item
+        self.tokenizer.require()
+        request = self._start(prompt, params, speculative)
+        try:
+            while self.busy:
+                request.new_text = ""
+                self._guarded_step()
+                if request.new_text:
+                    yield request.new_text
+            assert request.text is not None
+            if rest := request.text.finish():
+                yield rest
+        finally:  # a consumer that stops early leaves the engine free
+            self._open_slots(1)
 
-    def _run(
-        self, prompt: Prompt, params: SamplingParams, speculative: bool
-    ) -> Iterator[str | Output]:
-        request = self._admit(prompt, params)
-        stream = self.tokenizer.stream() if self.tokenizer.available else None
-        if params.stop and stream is None:
-            raise DraftgraphError("stop: stop strings need a tokenizer and this bundle has none")
-        clock = _Clock(self.backend)
-
-        def committed(ids: list[int]) -> str:
-            return "" if stream is None else self._watch(request, stream, ids)
-
-        yield committed(clock.prefill(lambda: self._prefill(request, speculative)))
-        while request.finish_reason is None:
-            # With one token left there is nothing to draft for.
-            step = self._round if speculative and request.budget > 1 else self._step
-            yield committed(clock.round(lambda step=step: step(request)))  # type: ignore[misc]
-        if stream is not None:
-            yield stream.finish()
-        yield Output(
+    def output(self, request: Request) -> Output:
+        """The result of a request that has ended."""
+        assert request.clock is not None and request.finish_reason is not None
+        if request.text is not None:
+            request.text.finish()
+        return Output(
             prompt_ids=request.ids[: request.prompt_length],
             token_ids=request.generated,
-            text=None if stream is None else stream.text,
+            text=None if request.text is None else request.text.text,
             finish_reason=request.finish_reason,
             rounds=request.rounds,
-            stats=clock.stats(request),
+            stats=request.clock.stats(request),
         )
 
-    def _watch(self, request: Request, stream: TextStream, ids: list[int]) -> str:
-        """Decode newly committed ids; a stop string ends the request after its last token."""
-        text, count = stream.push(ids, request.params.stop)
-        if count is not None:
-            surplus = len(ids) - count
-            if surplus:
-                del request.ids[-surplus:]
-            request.finish_reason = "stop"
-        return text
+    def _start(self, prompt: Prompt, params: SamplingParams | None, speculative: bool) -> Request:
+        self._refuse_busy()
+        request = self._request(prompt, params or SamplingParams(), speculative, 0)
+        self._open_slots(1)
+        self._waiting.append(request)
+        return request
 
-    def _admit(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _guarded_step(self) -> None:
+        """A step of a call that owns the engine: an error leaves no request behind."""
+        try:
+            self.step()
+        except BaseException:
+            self._open_slots(1)
+            raise
+
+    def _refuse_busy(self) -> None:
+        if self.busy:
+            raise DraftgraphError(
+                "the engine is decoding requests of add_request; call step until it is no longer "
+                "busy, or load another engine"
+            )
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, speculative: bool, number: int
+    ) -> Request:
         ids = self.tokenizer.encode(prompt)
         vocabulary, longest = self.bundle.target.vocab_size, self.bundle.max_seq_len
         if not ids:
@@ -328,31 +486,36 @@ class Engine:
         bad = [i for i in params.stop_ids or () if i >= vocabulary]
         if bad:
             raise DraftgraphError(f"stop_ids: {bad[0]} is outside the vocabulary of {vocabulary}")
-        return Request(ids, len(ids), params, params.stops(self.bundle.target))
+        if params.stop and not self.tokenizer.available:
+            raise DraftgraphError("stop: stop strings need a tokenizer and this bundle has none")
+        text = self.tokenizer.stream() if self.tokenizer.available else None
+        request = Request(
+            ids, len(ids), params, params.stops(self.bundle.target), speculative, number, text
+        )
+        request.clock = _Clock()
+        return request
 
 
 class _Clock:
-    """Wall time of one generation, split into device phases and host time."""
+    """Wall time of one request, and device time by phase of the steps it took part in."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.start = time.perf_counter()
-        self.first_token = self.end = self.start
-        self.busy: dict[str, float] = {}
-        self.rounds = 0.0
+    def __init__(self) -> None:
+        self.start = self.first = self.end = time.perf_counter()
+        self.phases: dict[str, float] = {}
+        self.steps = 0.0
+        self.done = False
 
-    def prefill(self, run: Callable[[], list[int]]) -> list[int]:
-        result = run()
-        self.first_token = self.end = time.perf_counter()
-        self.busy = dict(self.backend.seconds)
-        return result
+    def first_token(self, engine: Engine) -> None:
+        self.first = time.perf_counter()
+        self.phases = {p: engine.backend.seconds.get(p, 0.0) for p in PHASES}
+        # The step in progress is not counted yet; prefill is its part before now.
+        self.steps = engine._step_seconds + (self.first - engine._step_start)
 
-    def round(self, run: Callable[[], list[int]]) -> list[int]:
-        begin = time.perf_counter()
-        result = run()
-        self.end = time.perf_counter()
-        self.rounds += self.end - begin
-        return result
+    def ended(self, engine: Engine) -> None:
+        self.end, self.done = time.perf_counter(), True
+        seconds = engine.backend.seconds
+        self.phases = {p: seconds.get(p, 0.0) - self.phases[p] for p in PHASES}
+        self.steps = engine._step_seconds - self.steps
 
     def stats(self, request: Request) -> Stats:
         rounds = request.rounds
@@ -360,9 +523,8 @@ class _Clock:
         verified = sum(r.verified for r in rounds)
         accepted = sum(r.accepted for r in rounds)
         committed = accepted + sum(r.next_id is not None for r in rounds)
-        phases = {p: self.backend.seconds.get(p, 0.0) - self.busy.get(p, 0.0) for p in PHASES}
         count = len(request.generated)
-        after_first = self.end - self.first_token
+        after_first = self.end - self.first
         return Stats(
             prompt_tokens=request.prompt_length,
             generated_tokens=count,
@@ -373,10 +535,9 @@ class _Clock:
             tau=committed / len(rounds) if rounds else None,
             accepted_per_verified=accepted / verified if verified else None,
             accepted_per_drafted=accepted / drafted if drafted else None,
-            ttft_ms=1e3 * (self.first_token - self.start),
+            ttft_ms=1e3 * (self.first - self.start),
             tpot_ms=1e3 * after_first / (count - 1) if count > 1 else None,
             total_ms=1e3 * (self.end - self.start),
-            prefill_ms=1e3 * (self.first_token - self.start),
-            phase_ms={p: 1e3 * s for p, s in phases.items()},
-            host_ms=1e3 * max(0.0, self.rounds - sum(phases.values())),
+            phase_ms={p: 1e3 * s for p, s in self.phases.items()},
+            host_ms=1e3 * max(0.0, self.steps - sum(self.phases.values())),
         )

@@ -33,8 +33,8 @@ class Stats:
 
     tau: committed tokens per round, the bonus token included (the paper's τ); None without rounds.
     accepted_per_verified and accepted_per_drafted: the two acceptance rates in use, both over all
-    rounds. phase_ms: time inside the device runtime by phase, prefill not included; host_ms: the
-    rest of the rounds' wall time. ttft_ms: until the first token. tpot_ms: per token after it.
+    rounds. phase_ms: time inside the device runtime by phase, of the steps this request took part
+    in, prefill not included; host_ms: the rest of those steps' wall time. ttft_ms: until the first token. tpot_ms: per token after it.
     """
 
     prompt_tokens: int
@@ -49,7 +49,6 @@ class Stats:
     ttft_ms: float
     tpot_ms: float | None
     total_ms: float
-    prefill_ms: float
     phase_ms: dict[str, float]
     host_ms: float
 

@@ -87,6 +87,16 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
 
+    @property
+    def target_temperature(self) -> float:
+        """What the acceptance graphs take: 0 for greedy."""
+        return 0.0 if self.greedy else self.temperature
+
+    @property
+    def draft_temperature(self) -> float:
+        """What the Markov graphs take: 0 when the draft is greedy."""
+        return 0.0 if self.draft_sampling == "greedy" else self.target_temperature
+
     def stops(self, target: TargetContract) -> frozenset[int]:
         """The ids that end generation for this request."""
         return frozenset(target.stop_ids if self.stop_ids is None else self.stop_ids)

@@ -42,11 +42,11 @@ class Tokenizer:
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt: text, ids, or chat messages [{"role": ..., "content": ...}]."""
         if isinstance(prompt, str):
-            return self._require().encode(prompt).ids
+            return self.require().encode(prompt).ids
         items = list(prompt)
         if items and all(isinstance(m, Mapping) for m in items):
             text = self.render_chat(items)  # type: ignore[arg-type]
-            return self._require().encode(text, add_special_tokens=False).ids
+            return self.require().encode(text, add_special_tokens=False).ids
         ids = []
         for token in items:
             if isinstance(token, bool) or not isinstance(token, SupportsIndex):
@@ -89,12 +89,13 @@ class Tokenizer:
             raise DraftgraphError(f"chat template refused the messages: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._require().decode(list(ids), skip_special_tokens=True)
+        return self.require().decode(list(ids), skip_special_tokens=True)
 
     def stream(self) -> TextStream:
-        return TextStream(self._require())
+        return TextStream(self.require())
 
-    def _require(self) -> FastTokenizer:
+    def require(self) -> FastTokenizer:
+        """The tokenizer; an error when the bundle has none."""
         if self._fast is None:
             raise DraftgraphError(
                 f"{self.bundle.path}: the bundle has no tokenizer (the target checkpoint had no "

@@ -17,70 +17,94 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tokens of R requests for one target call, packed: N tokens in all, request by request."""
+    """Tokens for one target call, packed: N in all, slot by slot.
+
+    The call covers the R consecutive slots from `first_slot` on; other slots are not touched.
+    """
 
     ids: np.ndarray  # [N] i64
-    lengths: np.ndarray  # [R] i64, tokens of each request, at least 1
-    past_length: np.ndarray  # [R] i64, committed rows in the target's cache
-    last_only: bool = False  # prefill: logits of each request's last token only
+    lengths: np.ndarray  # [R] i64, tokens of each slot; 0 for an idle one
+    past_length: np.ndarray  # [R] i64, committed rows in the target's cache, idle or not
+    last_only: bool = False  # prefill: logits of each slot's last token only
+    first_slot: int = 0
 
 
 @dataclass(frozen=True)
 class ContextBatch:
-    """Which rows of the last target call became committed context of the drafter."""
+    """New context rows for the drafter's cache, and the slots that draft now.
 
-    index: np.ndarray  # [R, X] i64 packed token of every new context row
-    count: np.ndarray  # [R] i64, how many of them are valid
+    Covers R consecutive slots from `first_slot` on, as in `TokenBatch`.
+    """
+
+    counts: np.ndarray  # [R] i64, new context rows of each slot, its held rows first
+    index: np.ndarray  # [.] i64, packed tokens of the last target call, slot by slot, without held
     past_length: np.ndarray  # [R] i64, rows in the drafter's cache
-    anchor: np.ndarray  # [R] i64
+    slots: np.ndarray  # [B] i64, the slots that draft, in increasing order
+    anchor: np.ndarray  # [B] i64
+    first_slot: int = 0
 
 
 @dataclass(frozen=True)
 class DraftSampling:
     """How the draft is drawn: greedy for every request when `uniforms` is None."""
 
-    temperature: np.ndarray  # [R] f32, 0 for greedy
-    uniforms: np.ndarray | None  # [R, γ] f32
+    temperature: np.ndarray  # [B] f32, 0 for greedy
+    uniforms: np.ndarray | None  # [B, γ] f32
 
 
 @dataclass(frozen=True)
 class AcceptSampling:
-    """Parameters of acceptance; greedy for every request when `sample_uniform` is None."""
+    """Parameters of acceptance of A requests; greedy for all when `sample_uniform` is None."""
 
-    verify_length: np.ndarray  # [R] i64
-    temperature: np.ndarray  # [R] f32
-    draft_temperature: np.ndarray  # [R] f32
-    top_k: np.ndarray  # [R] i64, 0 off
-    top_p: np.ndarray  # [R] f32, 1 off
-    accept_uniform: np.ndarray | None  # [R, γ] f32
-    sample_uniform: np.ndarray | None  # [R] f32
+    slots: np.ndarray  # [A] i64, the slots that had tokens in the last target call
+    verify_length: np.ndarray  # [A] i64, 0 for a slot that did not draft
+    temperature: np.ndarray  # [A] f32
+    top_k: np.ndarray  # [A] i64, 0 off
+    top_p: np.ndarray  # [A] f32, 1 off
+    accept_uniform: np.ndarray | None  # [A, γ] f32
+    sample_uniform: np.ndarray | None  # [A] f32
 
 
 class Backend(Protocol):
-    """One device running the graphs of a bundle for up to R requests."""
+    """One device running the graphs of a bundle for R slots, each holding one request or none."""
 
     seconds: dict[str, float]  # time spent inside the device runtime, by phase
 
-    def reserve(self, requests: int, target_rows: int, draft_rows: int) -> None:
-        """Make room in the caches; contents are kept, capacity never shrinks while in use."""
+    def reserve(self, slots: int, target_rows: int, draft_rows: int) -> None:
+        """Make room in the caches of R slots.
+
+        Contents are kept and capacity does not shrink; another number of slots is a `reset`.
+        """
+
+    def reset(self, slots: int) -> None:
+        """Begin with `slots` empty slots; capacity grown for earlier requests is given back."""
 
     def target(self, batch: TokenBatch) -> None:
         """Run the target; leaves `logits` and `features` for the next calls."""
 
     def backbone(self, context: ContextBatch) -> None:
-        """Write the new context into the drafter's cache and draft one block.
+        """Write the new context into the drafter's cache and draft one block per given slot.
 
         Leaves `hidden` and `base_logits` for the next calls.
         """
 
     def markov(self, anchor: np.ndarray, sampling: DraftSampling) -> np.ndarray:
-        """Pick the block: draft ids [R, γ] i64."""
+        """Pick the blocks: draft ids [B, γ] i64."""
 
     def confidence(self) -> np.ndarray | None:
-        """Confidence logits [R, γ] f32, None when the drafter has no confidence head."""
+        """Confidence logits [B, γ] f32, None when the drafter has no confidence head."""
+
+    def hold(self, slot: int, index: np.ndarray) -> None:
+        """Keep feature rows of the last target call for a later `backbone` call of that slot.
+
+        For requests that skip drafting: the next target call replaces the features.
+        """
+
+    def release(self, slot: int) -> None:
+        """Forget what is held for a slot: its request is done."""
 
     def accept(self, sampling: AcceptSampling) -> tuple[np.ndarray, np.ndarray]:
-        """Judge the last target call: accepted [R] i64 and next_id [R] i64.
+        """Judge the last target call: accepted [A] i64 and next_id [A] i64.
 
         next_id is -1 where the logits were not finite.
         """

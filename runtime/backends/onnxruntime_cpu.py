@@ -24,6 +24,8 @@ from .hugepages import large_pages
 _NUMPY = {"fp32": np.float32, "fp16": np.float16, "int64": np.int64}
 # numpy has no bf16: its bits travel as 16-bit integers, tagged with ONNX's element type.
 _BF16_BITS, _BF16_ONNX = np.uint16, 16
+# Graph inputs that read an intermediate tensor of another name.
+_SOURCES = {"target_logits": "logits", "features": "context_features"}
 # Bindings of rounds are kept; those of long prefill chunks are one-offs and would pin memory.
 _KEEP_UP_TO_TOKENS = 64
 
@@ -70,10 +72,13 @@ class OnnxRuntimeCpu:
         truncated = markov != "full" and "markov_topk" in bundle.graphs
         self._markov = "markov_topk" if truncated else "markov"
         self._sessions: dict[str, ort.InferenceSession] = {}
-        self._caches: dict[str, dict[str, Any]] = {"target": {}, "backbone": {}}
-        self._cache_arrays: dict[str, dict[str, np.ndarray]] = {}  # the caches' memory
+        self._caches: dict[str, dict[str, np.ndarray]] = {"target": {}, "backbone": {}}
         self._capacity = {"target": 0, "backbone": 0}
-        self._requests = 0
+        self._slots = self._first_slot = 0
+        self._held: dict[int, list[np.ndarray]] = {}  # features of requests that skip drafting
+        self._constants: dict[str, Any] = {}
+        self._buffers: dict[str, np.ndarray] = {}  # one growing buffer per intermediate tensor
+        self._draft_temperature = np.zeros(0, np.float32)
         self._bindings: dict[tuple[Any, ...], _Binding] = {}
         self._tensors: dict[str, Any] = {}  # intermediate OrtValues by name
         for name in ("target", "backbone", f"{self._markov}_greedy", "accept_greedy"):
@@ -90,13 +95,19 @@ class OnnxRuntimeCpu:
 
     # Caches
 
-    def reserve(self, requests: int, target_rows: int, draft_rows: int) -> None:
-        if requests != self._requests:
-            self._requests = requests
+    def reset(self, slots: int) -> None:
+        self._held.clear()
+        smallest = capacity_step(1)
+        if slots != self._slots or any(c > smallest for c in self._capacity.values()):
+            self._slots = slots
             self._capacity = {"target": 0, "backbone": 0}
             self._caches = {"target": {}, "backbone": {}}
             self._tensors = {}
             self._bindings.clear()
+
+    def reserve(self, slots: int, target_rows: int, draft_rows: int) -> None:
+        if slots != self._slots:
+            self.reset(slots)
         specs = {"target": self.bundle.target.decoder, "backbone": self.bundle.draft.decoder}
         for graph, rows in (("target", target_rows), ("backbone", draft_rows)):
             if rows > self._capacity[graph]:
@@ -105,27 +116,33 @@ class OnnxRuntimeCpu:
     def _grow(self, graph: str, spec: DecoderSpec, capacity: int) -> None:
         bf16 = self.bundle.dtype == "bf16"
         dtype = _BF16_BITS if bf16 else _NUMPY[self.bundle.dtype]
-        shape = (self._requests, spec.num_kv_heads, capacity, spec.head_dim)
-        caches, arrays = {}, {}
+        shape = (self._slots, spec.num_kv_heads, capacity, spec.head_dim)
+        caches = {}
         for name in _cache_names(spec):
             # Zeros, not empty memory: a masked NaN would still poison 0 · NaN.
-            new = np.zeros(shape, dtype)
+            caches[name] = np.zeros(shape, dtype)
             if name in self._caches[graph]:
-                old = self._cache_arrays[graph][name]
-                new[:, :, : old.shape[2]] = old
-            arrays[name] = new
-            caches[name] = (
-                ort.OrtValue.ortvalue_from_numpy_with_onnx_type(new, _BF16_ONNX)
-                if bf16
-                else ort.OrtValue.ortvalue_from_numpy(new)
-            )
-        self._caches[graph], self._cache_arrays[graph] = caches, arrays
+                old = self._caches[graph][name]
+                caches[name][:, :, : old.shape[2]] = old
+        self._caches[graph] = caches
         self._capacity[graph] = capacity
         self._bindings.clear()
 
+    def _cache_views(self, graph: str, first_slot: int, slots: int) -> dict[str, Any]:
+        """The caches of consecutive slots as OrtValues over the same memory."""
+        views = {}
+        for name, array in self._caches.get(graph, {}).items():
+            view = array[first_slot : first_slot + slots]
+            views[name] = (
+                ort.OrtValue.ortvalue_from_numpy_with_onnx_type(view, _BF16_ONNX)
+                if self.bundle.dtype == "bf16"
+                else ort.OrtValue.ortvalue_from_numpy(view)
+            )
+        return views
+
     def _check_room(self, graph: str, past_length: np.ndarray, rows: int) -> None:
         """ONNX Runtime would clamp and overwrite valid rows, TensorRT would drop the write."""
-        end = int(past_length.max()) + rows
+        end = int(past_length.max(initial=0)) + rows
         if end > self._capacity[graph]:
             raise DraftgraphError(
                 f"{graph}: {end} cache rows needed, the capacity is {self._capacity[graph]}; "
@@ -136,14 +153,12 @@ class OnnxRuntimeCpu:
 
     def target(self, batch: TokenBatch) -> None:
         n, r, s = len(batch.ids), len(batch.lengths), int(batch.lengths.max())
+        busy = batch.lengths > 0
         self._check_room("target", batch.past_length, s)
         ends = np.cumsum(batch.lengths)
         starts = ends - batch.lengths
-        columns = np.arange(s)
-        cell_token = starts[:, None] + np.minimum(columns, batch.lengths[:, None] - 1)
-        valid = columns < batch.lengths[:, None]
-        logits_index = ends - 1 if batch.last_only else np.arange(n)
-        m = len(logits_index)
+        cell_token, valid = _padded_cells(batch.lengths, n)
+        logits_index = ends[busy] - 1 if batch.last_only else np.arange(n)
         self._run(
             "target",
             {
@@ -153,81 +168,126 @@ class OnnxRuntimeCpu:
                 "token_cell": np.flatnonzero(valid),
                 "logits_index": logits_index,
             },
-            sizes={"N": n, "M": m, "R": r},
+            sizes={"N": n, "M": len(logits_index), "R": r},
             cached=n <= _KEEP_UP_TO_TOKENS,
+            first_slot=batch.first_slot,
         )
-        # Where acceptance finds a request's rows among the logits.
-        self._row_start = np.arange(r) if batch.last_only else starts
-        self._row_count = np.ones(r, np.int64) if batch.last_only else batch.lengths
+        self._first_slot = batch.first_slot
+        # Where acceptance finds a slot's rows among the logits.
+        self._row_start = np.cumsum(busy) - 1 if batch.last_only else starts
+        self._row_count = busy.astype(np.int64) if batch.last_only else batch.lengths
 
     def backbone(self, context: ContextBatch) -> None:
-        x, gamma = context.index.shape[1], self.bundle.draft.block_size
-        self._check_room("backbone", context.past_length, x)
-        self._check_room("backbone", context.past_length + context.count, gamma)
+        gamma, b = self.bundle.draft.block_size, len(context.slots)
+        ends = context.past_length + context.counts
+        drafting = np.zeros(len(ends), bool)
+        slots = context.slots - context.first_slot
+        drafting[slots] = True
+        self._check_room("backbone", context.past_length, int(context.counts.max()))
+        self._check_room("backbone", ends, gamma)
+        features, index = self._with_held(context)
+        context_cell, _ = _padded_cells(context.counts, len(index))
+        self._tensors["context_features"] = features
         self._run(
             "backbone",
             {
-                "feature_index": context.index,
-                "feature_count": context.count,
+                "feature_index": index,
+                "context_cell": context_cell,
+                "feature_count": context.counts,
                 "past_length": context.past_length,
                 "anchor": context.anchor,
+                "request_block": np.maximum(np.cumsum(drafting) - 1, 0),
+                "block_request": slots,
             },
-            tensors=("features",),
-            sizes={"R": len(context.anchor)},
-            cached=x <= _KEEP_UP_TO_TOKENS,
+            tensors=("context_features",),
+            sizes={"R": len(ends), "B": b},
+            cached=len(index) <= _KEEP_UP_TO_TOKENS and features is self._tensors["features"],
+            first_slot=context.first_slot,
         )
+        self._slot_block = np.zeros(self._slots, np.int64)
+        self._slot_block[context.slots] = np.arange(b)
+
+    def _with_held(self, context: ContextBatch) -> tuple[Any, np.ndarray]:
+        """Features and row index of the new context, with rows that were held before in front."""
+        features = self._tensors["features"]
+        first = context.first_slot
+        if not any(first <= slot < first + len(context.counts) for slot in self._held):
+            return features, context.index
+        rows, at = [], 0
+        current = features.numpy()
+        for slot, count in enumerate(context.counts, start=first):
+            held = self._held.pop(slot, []) if count else []
+            fresh = int(count) - sum(len(h) for h in held)
+            rows += [*held, current[context.index[at : at + fresh]]]
+            at += fresh
+        joined = np.concatenate(rows)
+        return ort.OrtValue.ortvalue_from_numpy(joined), np.arange(len(joined))
+
+    def hold(self, slot: int, index: np.ndarray) -> None:
+        self._held.setdefault(slot, []).append(self._tensors["features"].numpy()[index])
+
+    def release(self, slot: int) -> None:
+        self._held.pop(slot, None)
 
     def markov(self, anchor: np.ndarray, sampling: DraftSampling) -> np.ndarray:
         feeds = {"anchor": anchor}
         name = self._markov
+        self._draft_temperature = sampling.temperature
         if sampling.uniforms is None:
             name += "_greedy"
         else:
             feeds |= {"uniforms": sampling.uniforms, "temperature": sampling.temperature}
         tensors = [t for t in ("base_logits", "hidden") if self._takes(name, t)]
-        self._run(name, feeds, tensors=tensors, sizes={"R": len(anchor)}, phase="markov")
+        self._run(name, feeds, tensors=tensors, sizes={"B": len(anchor)}, phase="markov")
         return self._tensors["draft_ids"].numpy()
 
     def confidence(self) -> np.ndarray | None:
         if "confidence" not in self.bundle.graphs:
             return None
         tensors = [t for t in ("hidden", "prev_embeddings") if self._takes("confidence", t)]
-        self._run("confidence", {}, tensors=tensors, sizes={"R": self._requests})
+        blocks = len(self._draft_temperature)
+        self._run("confidence", {}, tensors=tensors, sizes={"B": blocks})
         return self._tensors["confidence_logits"].numpy()
 
     def accept(self, sampling: AcceptSampling) -> tuple[np.ndarray, np.ndarray]:
         gamma, v = self.bundle.draft.block_size, self.bundle.draft.vocab_size
-        r = self._requests
-        columns = np.minimum(np.arange(gamma + 1), self._row_count[:, None] - 1)
+        a = len(sampling.slots)
+        rows = sampling.slots - self._first_slot
+        start, count = self._row_start[rows], self._row_count[rows]
+        if not sampling.verify_length.any():  # nothing was drafted: any block will do
+            self._tensors["draft_ids"] = self._zeros("draft_ids", (1, gamma), np.int64)
+            self._slot_block = np.zeros(self._slots, np.int64)
         feeds = {
-            "cell_token": self._row_start[:, None] + columns,
+            "cell_token": start[:, None] + np.minimum(np.arange(gamma + 1), count[:, None] - 1),
+            "request_block": self._slot_block[sampling.slots],
             "verify_length": sampling.verify_length,
         }
-        if "draft_ids" not in self._tensors:
-            self._tensors["draft_ids"] = ort.OrtValue.ortvalue_from_numpy(
-                np.zeros((r, gamma), np.int64)
-            )
         tensors = ["logits", "draft_ids"]
         name = "accept_greedy"
         if sampling.sample_uniform is not None:
-            if "draft_logits" not in self._tensors:
-                self._tensors["draft_logits"] = ort.OrtValue.ortvalue_from_numpy(
-                    np.zeros((r, gamma, v), np.float32)
-                )
+            if not sampling.verify_length.any():
+                self._tensors["draft_logits"] = self._zeros("draft_logits", (1, gamma, v))
+                self._draft_temperature = np.zeros(1, np.float32)
             tensors.append("draft_logits")
             filtered = (sampling.top_k > 0).any() or (sampling.top_p < 1).any()
             name = "accept_filtered" if filtered else "accept_sample"
             feeds |= {
-                "token_request": np.repeat(np.arange(r), self._row_count),
+                "token_request": np.repeat(np.arange(a), count),
                 "accept_uniform": sampling.accept_uniform,
                 "sample_uniform": sampling.sample_uniform,
                 "temperature": sampling.temperature,
-                "draft_temperature": sampling.draft_temperature,
+                "draft_temperature": self._draft_temperature,
             }
             if filtered:
                 feeds |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
-        self._run(name, feeds, tensors=tensors, sizes={"R": r}, phase="accept")
+        self._run(name, feeds, tensors=tensors, sizes={"R": a}, phase="accept")
         return self._tensors["accepted"].numpy(), self._tensors["next_id"].numpy()
+
+    def _zeros(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """A constant tensor that stands in for a draft where there is none."""
+        if name not in self._constants:
+            self._constants[name] = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype))
+        return self._constants[name]
 
     def read(self, name: str) -> np.ndarray:
         return self._tensors[name].numpy().copy()
@@ -244,6 +304,7 @@ class OnnxRuntimeCpu:
         sizes: dict[str, int],
         cached: bool = True,
         phase: str | None = None,
+        first_slot: int = 0,
     ) -> None:
         """Run a graph over host arrays `feeds` and intermediate tensors; keep its outputs."""
         values = [self._tensors[name] for name in tensors]
@@ -252,10 +313,13 @@ class OnnxRuntimeCpu:
             *((name, array.shape) for name, array in feeds.items()),
             *(id(value) for value in values),
             *sizes.items(),
+            first_slot,
         )
         binding = self._bindings.get(key)
         if binding is None:
-            binding = self._bind(graph, feeds, dict(zip(tensors, values, strict=True)), sizes)
+            caches = self._cache_views(graph, first_slot, sizes.get("R", 0))
+            known = dict(zip(tensors, values, strict=True))
+            binding = self._bind(graph, feeds, known, caches, sizes)
             if cached:
                 self._bindings[key] = binding
         for name, array in feeds.items():
@@ -270,14 +334,14 @@ class OnnxRuntimeCpu:
         graph: str,
         feeds: dict[str, np.ndarray],
         tensors: dict[str, Any],
+        caches: dict[str, Any],
         sizes: dict[str, int],
     ) -> _Binding:
         session, info = self._session(graph), self.bundle.graphs[graph]
         io = session.io_binding()
-        caches = self._caches.get(graph, {})
         inputs, outputs = {}, {}
         for tensor in info.inputs:
-            source = "logits" if tensor.name == "target_logits" else tensor.name
+            source = _SOURCES.get(tensor.name, tensor.name)
             if tensor.name in caches:
                 value = caches[tensor.name]
             elif source in tensors:
@@ -293,10 +357,19 @@ class OnnxRuntimeCpu:
                 value = caches[cache]
             else:
                 shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
-                value = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, _NUMPY[tensor.dtype]))
+                value = ort.OrtValue.ortvalue_from_numpy(
+                    self._buffer(tensor.name, shape, _NUMPY[tensor.dtype])
+                )
                 outputs[tensor.name] = value
             io.bind_ortvalue_output(tensor.name, value)
         return _Binding(session, io, inputs, outputs, list(tensors.values()))
+
+    def _buffer(self, name: str, shape: list[int], dtype: Any) -> np.ndarray:
+        """Output memory: all shapes of one tensor share one buffer, since one is live at a time."""
+        size = int(np.prod(shape))
+        if name not in self._buffers or self._buffers[name].size < size:
+            self._buffers[name] = np.zeros(size, dtype)
+        return self._buffers[name][:size].reshape(shape)
 
 
 class _Binding:
@@ -325,6 +398,18 @@ def open_session(path: Path) -> ort.InferenceSession:
         raise DraftgraphError(
             f"{path}: ONNX Runtime {ort.__version__} cannot load this graph on the CPU: {error}"
         ) from None
+
+
+def _padded_cells(lengths: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """The padded view of packed rows: index [R, S] into them, and which cells hold one.
+
+    lengths [R]: rows of each request; `total` is their sum. Cells without a row name a valid one.
+    """
+    columns = np.arange(max(1, int(lengths.max())))
+    starts = np.cumsum(lengths) - lengths
+    last = np.maximum(lengths - 1, 0)[:, None]
+    cells = np.minimum(starts[:, None] + np.minimum(columns, last), total - 1)
+    return cells, columns < lengths[:, None]
 
 
 def _cache_names(spec: DecoderSpec) -> list[str]:
