@@ -34,7 +34,8 @@ class Stats:
     tau: committed tokens per round, the bonus token included (the paper's τ); None without rounds.
     accepted_per_verified and accepted_per_drafted: the two acceptance rates in use, both over all
     rounds. phase_ms: time inside the device runtime by phase, of the steps this request took part
-    in, prefill not included; host_ms: the rest of those steps' wall time. ttft_ms: until the first token. tpot_ms: per token after it.
+    in, prefill not included; host_ms: the rest of those steps' wall time. ttft_ms: until the first
+    token. tpot_ms: per token after it.
     """
 
     prompt_tokens: int
