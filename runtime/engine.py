@@ -59,7 +59,7 @@ class Request:
         return self.held_rows + len(self.context)
 
     def uniforms(self, count: int, purpose: Purpose) -> np.ndarray:
-        """Draws for the positions after the anchor."""
+        """Draws for the slots after the anchor."""
         return uniforms(self.params.seed, self.number, len(self.ids), count, purpose)
 
 
@@ -257,8 +257,6 @@ class Engine:
         accept_draws = sample_draws = None
         if not all(p.greedy for p in params):
             accept_draws = np.stack([r.uniforms(self.gamma, Purpose.ACCEPT) for r in requests])
-            # The token after the accepted run sits somewhere behind the anchor; its number is
-            # keyed by the position after the anchor, which no other round has.
             sample_draws = np.concatenate([r.uniforms(1, Purpose.TARGET) for r in requests])
         accepted, next_ids = self.backend.accept(
             AcceptSampling(

@@ -110,15 +110,17 @@ class Purpose(IntEnum):
     TARGET = 2  # drawing a token from the target (anchor, residual, bonus)
 
 
-def uniforms(seed: int, request: int, start: int, count: int, purpose: Purpose) -> np.ndarray:
-    """float32 [count] in [0, 1): one number for each absolute position start .. start+count-1.
+def uniforms(seed: int, request: int, position: int, count: int, purpose: Purpose) -> np.ndarray:
+    """float32 [count] in [0, 1): the numbers of one round, for the slots after its anchor.
 
-    Counter-based (Philox 4x64-10, key = (seed, request), counter = (0, 0, position, purpose)), so a
-    draw depends on nothing but its key and position: not on the schedule, the batch, or how often a
-    position is drafted again. Multiples of 2^-24, which float32 holds exactly.
+    Counter-based (Philox 4x64-10, key = (seed, request), counter = (0, slot, position, purpose)
+    with the absolute position after the anchor), so a draw depends on nothing but its round: not on
+    the batch or the time. A position that is drafted again in a later round gets fresh numbers;
+    policies that look at earlier rounds rely on that. Multiples of 2^-24, which float32 holds
+    exactly.
     """
     raw = [
-        np.random.Philox(key=[seed, request], counter=[0, 0, start + i, int(purpose)]).random_raw()
-        for i in range(count)
+        np.random.Philox(key=[seed, request], counter=[0, k, position, int(purpose)]).random_raw()
+        for k in range(count)
     ]
     return ((np.array(raw, np.uint64) >> np.uint64(40)) * 2.0**-24).astype(np.float32)
