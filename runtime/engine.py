@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,16 @@ from ..graphs.errors import DraftgraphError
 from .backends import open_backend
 from .backends.base import AcceptSampling, Backend, ContextBatch, DraftSampling, TokenBatch
 from .bundle import Bundle, load_bundle
+from .calibration import Calibration
+from .costs import CostTable, find_costs
+from .offswitch import OffSwitch
 from .results import PHASES, FinishReason, Output, Round, Stats
 from .sampling import Purpose, SamplingParams, uniforms
-from .scheduler import POLICIES
+from .scheduler import COST_BASED, POLICIES, ScheduleInput, lagged_survival, survival
 from .tokenizer import Prompt, TextStream, Tokenizer
 
+# Made for a bundle after its export, kept in its directory.
+CALIBRATION, COSTS = "calibration.json", "costs"
 # Longest chunk of a prompt in one target call; bounds the size of intermediate tensors.
 PREFILL_CHUNK = 512
 
@@ -42,6 +47,9 @@ class Request:
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     new_text: str = ""  # decoded by the last step
+    survivals: list[np.ndarray] = field(default_factory=list)  # a_1 … a_γ of its last rounds
+    switch: OffSwitch | None = None  # decides whether it drafts; None: always
+    statuses: Counter[str] = field(default_factory=Counter)  # what its schedules reported
     clock: _Clock | None = None
 
     @property
@@ -74,7 +82,15 @@ class Draft:
 class Engine:
     """Runs a bundle for up to `max_requests` requests at a time. Not safe for concurrent calls."""
 
-    def __init__(self, bundle: Bundle, backend: Backend, *, max_requests: int = 8) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        backend: Backend,
+        *,
+        max_requests: int = 8,
+        calibration: Calibration | None = None,
+        costs: CostTable | None = None,
+    ) -> None:
         if max_requests < 1:
             raise DraftgraphError(f"max_requests is {max_requests}, expected at least 1")
         self.bundle = bundle
@@ -82,6 +98,10 @@ class Engine:
         self.tokenizer = Tokenizer(bundle)
         self.gamma = bundle.draft.block_size
         self.max_requests = max_requests
+        self.calibration = calibration
+        self.costs = costs
+        if calibration is not None:
+            calibration.check_gamma(self.gamma)
         self._slots: list[Request | None] = []
         self._waiting: deque[Request] = deque()
         self._step_seconds = self._step_start = 0.0
@@ -99,12 +119,22 @@ class Engine:
         """Open a bundle directory.
 
         max_requests: how many requests may decode together (memory is taken only as it is used).
-        verify: compare every file with its hash first. Options of the cpu provider: threads (size
+        verify: compare every file with its hash first. The bundle's calibration.json and the cost
+        table of this machine are used where they exist; set `calibration` and `costs` of the
+        engine to use others, or None. Options of the cpu provider: threads (size
         of the process-wide pool, default all cores) and markov ("auto": the truncated head where
         the bundle has one, "topk", or "full"). Raises `DraftgraphError`.
         """
         bundle = load_bundle(path, verify=verify)
-        return cls(bundle, open_backend(bundle, provider, **options), max_requests=max_requests)
+        backend = open_backend(bundle, provider, **options)
+        fitted = bundle.path / CALIBRATION
+        return cls(
+            bundle,
+            backend,
+            max_requests=max_requests,
+            calibration=Calibration.load(fitted) if fitted.is_file() else None,
+            costs=find_costs(bundle.path / COSTS, backend.fingerprint()),
+        )
 
     # The algorithm
 
@@ -123,6 +153,7 @@ class Engine:
             for i, request in enumerate(running):
                 draft = drafts.get(request.slot)
                 self._commit(request, draft, lengths[i], int(accepted[i]), int(next_ids[i]))
+            self._observe(running, drafts, lengths)
             ended += [r for r in running if r.finish_reason]
         self._step_seconds += time.perf_counter() - self._step_start
         for request in ended:
@@ -159,7 +190,7 @@ class Engine:
         temperature = np.array([r.params.draft_temperature for r in drafting], np.float32)
         ids = self.backend.markov(anchor, DraftSampling(temperature, draws))
         logits = self.backend.confidence()
-        confidence = None if logits is None else 1 / (1 + np.exp(-logits))
+        confidence = None if logits is None else self._confidence(logits)
         return {
             r.slot: Draft(ids[i].copy(), None if confidence is None else confidence[i])
             for i, r in enumerate(drafting)
@@ -168,20 +199,36 @@ class Engine:
     def _schedule(self, running: list[Request], drafts: dict[int, Draft]) -> list[int]:
         """How many drafted tokens each request verifies, decided before the target runs."""
         start = time.perf_counter()
-        lengths = [0] * len(running)
-        for i, request in enumerate(running):
-            draft = drafts.get(request.slot)
-            if draft is None:
-                continue
-            lengths[i] = int(
-                POLICIES[request.params.scheduler](
-                    None if draft.confidence is None else draft.confidence[None, :],
-                    np.array([min(self.gamma, request.budget)]),
-                    np.array([request.params.threshold]),
-                )[0]
+        drafted = np.array([r.slot in drafts for r in running])
+        limits = np.array([min(self.gamma, r.budget) for r in running]) * drafted
+        known = {slot: d.confidence for slot, d in drafts.items() if d.confidence is not None}
+        confidence = None
+        if known:
+            certain = np.ones(self.gamma)
+            confidence = np.stack([known.get(r.slot, certain) for r in running])
+        lengths = np.zeros(len(running), np.int64)
+        for policy in {r.params.scheduler for r in running if r.slot in drafts}:
+            asks = np.array([r.params.scheduler == policy for r in running])
+            schedule = POLICIES[policy](
+                ScheduleInput(
+                    limits=limits * asks,
+                    confidence=confidence,
+                    threshold=np.array([r.params.threshold for r in running]),
+                    sampled=np.array([r.params.draft_temperature > 0 for r in running]) & asks,
+                    lagged=lagged_survival([r.survivals for r in running], self.gamma),
+                    costs=self.costs,
+                    min_gain=min(r.params.min_gain for r in running),
+                )
             )
+            lengths = np.where(asks, schedule.lengths, lengths)
+            for request, asked in zip(running, asks & drafted, strict=True):
+                request.statuses[schedule.status] += int(asked)
+        if confidence is not None:
+            for request, row in zip(running, survival(confidence), strict=True):
+                if request.slot in drafts:
+                    request.survivals = [*request.survivals[-1:], row]
         self.backend.seconds["schedule"] += time.perf_counter() - start
-        return lengths
+        return [int(n) for n in lengths]
 
     def _verify(
         self, running: list[Request], drafts: dict[int, Draft], lengths: list[int]
@@ -295,8 +342,41 @@ class Engine:
         return len(kept)
 
     def _wants_draft(self, request: Request) -> bool:
-        """With one token left there is nothing to draft for."""
-        return request.speculative and request.budget > 1
+        """With one token left there is nothing to draft for; the switch knows if it pays at all."""
+        if not request.speculative or request.budget <= 1:
+            return False
+        return request.switch is None or request.switch.drafts()
+
+    def _confidence(self, logits: np.ndarray) -> np.ndarray:
+        """[B, γ] calibrated where the bundle has a calibration."""
+        if self.calibration is not None:
+            return self.calibration.apply(logits)
+        return 1 / (1 + np.exp(-logits.astype(np.float64)))
+
+    def _observe(
+        self, running: list[Request], drafts: dict[int, Draft], lengths: list[int]
+    ) -> None:
+        """Tell the switches what this round cost, by the cost table, and what it brought.
+
+        The table instead of a clock: the same request then always drafts in the same rounds.
+        """
+        if self.costs is None or not any(r.switch for r in running):
+            return
+        count = len(running)
+        plain = self.costs.step_ms(count, count)
+        spent = self.costs.step_ms(count, count + sum(lengths))
+        if drafts:
+            spent += self.costs.draft(len(drafts))
+        for request, length in zip(running, lengths, strict=True):
+            if request.switch is None:
+                continue
+            if request.slot not in drafts:
+                request.switch.observe_plain(plain)
+            elif self.calibration is not None and request.survivals:
+                expected = 1 + float(request.survivals[-1][:length].sum())
+                request.switch.observe(expected, spent, plain)
+            else:
+                request.switch.observe(request.rounds[-1].accepted + 1, spent, plain)
 
     # Slots
 
@@ -406,8 +486,11 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculative: bool = True
-    ) -> Iterator[str]:
-        """Decode one prompt, yielding text as it is committed; needs a tokenizer."""
+    ) -> Generator[str, None, Output]:
+        """Decode one prompt, yielding text as it is committed; needs a tokenizer.
+
+        The generator's return value is what `generate` returns.
+        """
         self.tokenizer.require()
         request = self._start(prompt, params, speculative)
         try:
@@ -419,6 +502,7 @@ class Engine:
             assert request.text is not None
             if rest := request.text.finish():
                 yield rest
+            return self.output(request)
         finally:  # a consumer that stops early leaves the engine free
             self._open_slots(1)
 
@@ -491,6 +575,11 @@ class Engine:
             ids, len(ids), params, params.stops(self.bundle.target), speculative, number, text
         )
         request.clock = _Clock()
+        wanted = params.off_switch
+        if wanted is None:
+            wanted = params.scheduler in COST_BASED
+        if wanted and speculative and self.costs is not None:
+            request.switch = OffSwitch(horizon=params.max_new_tokens)
         return request
 
 
@@ -538,4 +627,5 @@ class _Clock:
             total_ms=1e3 * (self.end - self.start),
             phase_ms={p: 1e3 * s for p, s in self.phases.items()},
             host_ms=1e3 * max(0.0, self.steps - sum(self.phases.values())),
+            schedules={status: n for status, n in request.statuses.items() if n},
         )

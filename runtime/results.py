@@ -35,7 +35,7 @@ class Stats:
     accepted_per_verified and accepted_per_drafted: the two acceptance rates in use, both over all
     rounds. phase_ms: time inside the device runtime by phase, of the steps this request took part
     in, prefill not included; host_ms: the rest of those steps' wall time. ttft_ms: until the first
-    token. tpot_ms: per token after it.
+    token. tpot_ms: per token after it. schedules: what the policy reported, by number of rounds.
     """
 
     prompt_tokens: int
@@ -52,6 +52,7 @@ class Stats:
     total_ms: float
     phase_ms: dict[str, float]
     host_ms: float
+    schedules: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..graphs.contract import TargetContract
 from ..graphs.errors import DraftgraphError
-from .scheduler import POLICIES
+from .scheduler import MIN_GAIN, POLICIES
 
 # At and below this temperature a distribution is its argmax; the graphs use the same limit.
 GREEDY_TEMPERATURE = 1e-5
@@ -28,7 +28,10 @@ class SamplingParams:
     stop: generation ends when one of these strings appears; the text is cut before it.
     draft_sampling: "sample" draws drafts at `temperature`, "greedy" takes the drafter's argmax;
     both leave the output distribution exactly p. scheduler: "full" verifies the whole block,
-    "threshold" cuts it before the first token whose confidence is below `threshold`.
+    "threshold" cuts it before the first token whose confidence is below `threshold`; "early-stop",
+    "lagged" and "live-argmax" (greedy drafts only) weigh confidence against the measured cost table
+    and trim where that gains at least `min_gain` of predicted throughput.
+    off_switch: stop drafting while it does not pay (needs the cost table); None: for those three.
     """
 
     temperature: float = 0.0
@@ -41,6 +44,8 @@ class SamplingParams:
     draft_sampling: Literal["greedy", "sample"] = "sample"
     scheduler: str = "full"
     threshold: float = 0.5
+    min_gain: float = MIN_GAIN
+    off_switch: bool | None = None
 
     def __post_init__(self) -> None:
         def check(field: str, ok: bool, expected: str) -> None:
@@ -73,6 +78,14 @@ class SamplingParams:
         check("scheduler", self.scheduler in POLICIES, f"one of {sorted(POLICIES)}")
         c = self.threshold
         check("threshold", number(c) and 0 <= c <= 1, "a number in [0, 1]")
+        g = self.min_gain
+        check("min_gain", number(g) and 0 <= g < 1, "a number in [0, 1)")
+        check("off_switch", self.off_switch in (None, True, False), "True, False or None")
+        if self.scheduler == "live-argmax" and self.draft_temperature > 0:
+            raise DraftgraphError(
+                "scheduler is 'live-argmax', which would bias the output with sampled drafts; set "
+                'draft_sampling to "greedy", or use "lagged" or "early-stop"'
+            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SamplingParams:

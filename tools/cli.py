@@ -267,9 +267,7 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _stream(
-    engine: Engine, prompt: Prompt, params: SamplingParams, *, speculative: bool
-) -> Output:
+def _stream(engine: Engine, prompt: Prompt, params: SamplingParams, *, speculative: bool) -> Output:
     """Print text as it is committed, or the ids at the end when there is no tokenizer."""
     if not engine.tokenizer.available:
         output = engine.generate(prompt, params, speculative=speculative)
@@ -350,8 +348,8 @@ def bench(
     )
     sets = [read_prompts(file, limit) for file in prompts]
     peer_path = check_comparison(compare, target)
-    if json_out is not None and not json_out.absolute().parent.is_dir():
-        raise DraftgraphError(f"{json_out}: there is no such directory to write into")
+    if json_out is not None and (json_out.is_dir() or not json_out.absolute().parent.is_dir()):
+        raise DraftgraphError(f"{json_out}: give a file name in an existing directory for --json")
     engine = Engine.load(bundle, verify=not no_verify, threads=threads, markov=markov)
     measured = Bench(
         engine,
@@ -366,6 +364,151 @@ def bench(
     if json_out is not None:
         write_json(json_out, measured)
     render(measured, console.stdout())
+
+
+@app.command()
+def profile(
+    bundle: BundlePath,
+    batch: Annotated[str, typer.Option(help="Numbers of requests to measure.")] = "1,2,4,8",
+    context: Annotated[int, typer.Option(help="Committed tokens of every request.")] = 256,
+    repeat: Annotated[int, typer.Option(help="Timed passes; medians are kept.")] = 11,
+    threads: Threads = None,
+    markov: MarkovHead = "auto",
+    no_verify: NoVerify = False,
+) -> None:
+    """Measure what a step costs on this machine; the cost-based schedulers need it."""
+    from ..runtime import Engine
+    from ..runtime.costs import fingerprint_name
+    from ..runtime.engine import COSTS
+    from .profile import profile as measure
+
+    batches = _ids("--batch", batch)
+    engine = Engine.load(bundle, verify=not no_verify, threads=threads, markov=markov)
+    table = measure(
+        engine, batches=batches, context=context, repeat=repeat, report=console.progress
+    )
+    folder = bundle / COSTS
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{fingerprint_name(table.fingerprint)}.json"
+    table.save(file)
+    show = console.table("requests", "tokens", "step ms", "draft ms", left=0)
+    for (requests, tokens), ms in sorted(table.cells.items()):
+        draft = f"{table.draft_ms[requests]:.1f}" if tokens == requests else ""
+        show.add_row(str(requests), str(tokens), f"{ms:.1f}", draft)
+    out = console.stdout()
+    out.print(show)
+    out.print(f"wrote {file}")
+
+
+@app.command()
+def calibrate(
+    bundle: BundlePath,
+    prompts: Annotated[
+        list[Path],
+        typer.Option(help="JSON lines with a prompt each, or text with one a line; repeatable."),
+    ],
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Put prompts into the chat template. [default: when the bundle has one]",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 4,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write the rounds here, for simulate.")
+    ] = None,
+    threads: Threads = None,
+    no_verify: NoVerify = False,
+) -> None:
+    """Fit the confidence temperatures (STS) under full verification, into the bundle."""
+    from ..runtime import Engine, SamplingParams
+    from ..runtime.calibration import fit, reliability_svg
+    from ..runtime.engine import CALIBRATION
+    from ..runtime.jsonfile import write_text
+    from ..runtime.simulate import save_trace, trace_from_rounds
+    from .calibrate import calibration_data, record
+    from .prompts import read_prompts
+
+    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    sets = [read_prompts(file, limit) for file in prompts]
+    engine = Engine.load(bundle, verify=not no_verify, threads=threads, max_requests=batch)
+    wrap = engine.tokenizer.has_chat_template if chat is None else chat
+    asked = [p.formatted(wrap) for s in sets for p in s.prompts]
+    outputs = record(engine, asked, params, console.progress)
+    data = calibration_data(outputs, engine.gamma, temperature)
+    console.progress(f"fitting on {len(data.logits)} blocks")
+    fitted = fit(data, gamma=engine.gamma)
+    fitted.save(bundle / CALIBRATION)
+    write_text(bundle / "calibration.svg", reliability_svg(fitted))
+    if trace is not None:
+        save_trace(trace, trace_from_rounds([o.rounds for o in outputs], engine.gamma))
+    show = console.table("position", "T", "ECE before", "after", "AUROC", "Brier before", "after")
+    assert fitted.before is not None and fitted.after is not None
+    for k, t in enumerate(fitted.temperatures):
+        show.add_row(
+            str(k + 1),
+            f"{t:.3f}",
+            f"{fitted.before.ece[k]:.4f}",
+            f"{fitted.after.ece[k]:.4f}",
+            console.number(fitted.after.auroc[k], ".3f"),
+            f"{fitted.before.brier[k]:.4f}",
+            f"{fitted.after.brier[k]:.4f}",
+        )
+    out = console.stdout()
+    out.print(show)
+    out.print(
+        f"mean ECE on held-out prompts {fitted.before.mean_ece:.4f} -> "
+        f"{fitted.after.mean_ece:.4f} ({fitted.fitted} blocks fitted, {fitted.held_out} held out)"
+    )
+    out.print(f"wrote {bundle / CALIBRATION} and calibration.svg")
+
+
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Option(help="Rounds, from calibrate --trace.")],
+    costs: Annotated[Path, typer.Option(help="A cost table (profile, or of another machine).")],
+    concurrency: Annotated[
+        str | None, typer.Option(help="Numbers of requests. [default: what the table covers]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds replayed for each point.")] = 200,
+    threshold: Threshold = 0.5,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="The trace comes from sampled drafts.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Order of the requests.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Also draw both figures here.")] = None,
+) -> None:
+    """Replay recorded rounds against a cost table: every policy at every concurrency."""
+    from ..runtime.costs import CostTable
+    from ..runtime.jsonfile import write_text
+    from ..runtime.scheduler import POLICIES
+    from ..runtime.simulate import CONCURRENCY, PLAIN, load_trace, plot_svg, table_text
+    from ..runtime.simulate import simulate as replay
+
+    traces, table = load_trace(trace), CostTable.load(costs)
+    width = traces[0].confidence.shape[1] + 1
+    if concurrency is None:
+        levels = [r for r in CONCURRENCY if table.covers(r, r * width)]
+    else:
+        levels = list(_ids("--concurrency", concurrency))
+    points = replay(
+        traces,
+        table,
+        concurrency=levels,
+        policies=[PLAIN, *(p for p in POLICIES if not (sampled and p == "live-argmax"))],
+        threshold=threshold,
+        sampled=sampled,
+        rounds=rounds,
+        seed=seed,
+    )
+    print(table_text(points), end="")
+    if svg is not None:
+        write_text(svg, plot_svg(points))
 
 
 def _missing_extra(error: ImportError, command: str, extra: str) -> Exception:

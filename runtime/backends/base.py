@@ -10,7 +10,7 @@ Order of calls in a round: `backbone`, `markov`, `confidence`, `target`, `accept
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -69,6 +69,9 @@ class Backend(Protocol):
     """One device running the graphs of a bundle for R slots, each holding one request or none."""
 
     seconds: dict[str, float]  # time spent inside the device runtime, by phase
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What step times depend on: device, backend and version, graphs, dtype, threads."""
 
     def reserve(self, slots: int, target_rows: int, draft_rows: int) -> None:
         """Make room in the caches of R slots.

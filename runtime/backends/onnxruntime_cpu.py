@@ -17,7 +17,8 @@ import onnxruntime as ort
 
 from ...graphs.contract import DecoderSpec
 from ...graphs.errors import DraftgraphError
-from ..bundle import Bundle
+from ..bundle import WEIGHTS, Bundle
+from ..machine import processor_name
 from .base import AcceptSampling, ContextBatch, DraftSampling, TokenBatch
 from .hugepages import large_pages
 
@@ -92,6 +93,19 @@ class OnnxRuntimeCpu:
             with large_pages():
                 self._sessions[name] = open_session(self.bundle.graph_path(name, cpu=True))
         return self._sessions[name]
+
+    def fingerprint(self) -> dict[str, Any]:
+        graphs = ("target", "backbone", self._markov, "confidence")
+        used = [g for g in graphs if g in self.bundle.graphs]
+        files = [self.bundle.graph_path(g, cpu=True).name for g in used] + [WEIGHTS]
+        return {
+            "device": f"{processor_name()}, {os.cpu_count()} cores",
+            "backend": "onnxruntime-cpu",
+            "backend_version": ort.__version__,
+            "graphs": {name: self.bundle.files[name]["sha256"][:16] for name in files},
+            "dtype": self.bundle.dtype,
+            "threads": _thread_pool_size,
+        }
 
     # Caches
 

@@ -1,0 +1,114 @@
+"""Measures the cost table of a bundle on this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..graphs.errors import DraftgraphError
+from ..runtime import Engine
+from ..runtime.backends.base import AcceptSampling, ContextBatch, DraftSampling, TokenBatch
+from ..runtime.costs import CostTable
+
+WARM_UP = 2
+
+
+def profile(
+    engine: Engine,
+    *,
+    batches: Sequence[int],
+    context: int = 256,
+    repeat: int = 11,
+    report: Callable[[str], None] = lambda message: None,
+) -> CostTable:
+    """Median times of target steps and drafts for every (requests, tokens) cell.
+
+    batches: numbers of requests R. Cells of a batch go from R tokens to R · (γ + 1), in steps of
+    about R / 4, spread evenly over the requests. context: committed rows of every request. All
+    sessions are alive and take turns, as in decoding: a pass runs each cell and one draft.
+    """
+    gamma, longest = engine.gamma, engine.bundle.max_seq_len
+    if not batches or any(r < 1 for r in batches):
+        raise DraftgraphError(f"--batch is {list(batches)}, expected numbers of at least 1")
+    if repeat < 3:
+        raise DraftgraphError(f"--repeat is {repeat}, expected at least 3")
+    if not 1 <= context <= longest - gamma - 1:
+        raise DraftgraphError(
+            f"--context is {context}, expected 1 to {longest - gamma - 1} (the bundle's capacity "
+            "less one block)"
+        )
+    cells: dict[tuple[int, int], float] = {}
+    samples: dict[tuple[int, int], int] = {}
+    drafts: dict[int, float] = {}
+    for requests in sorted(set(batches)):
+        steps = _steps(requests, gamma)
+        report(f"{requests} requests: {len(steps)} widths, {repeat} passes")
+        times, drafting = _measure(engine, requests, steps, context, repeat)
+        for tokens, values in times.items():
+            cells[requests, tokens] = round(statistics.median(values), 3)
+            samples[requests, tokens] = len(values)
+        drafts[requests] = round(statistics.median(drafting), 3)
+    engine.backend.reset(1)
+    return CostTable(cells, drafts, engine.backend.fingerprint(), samples)
+
+
+def _steps(requests: int, gamma: int) -> list[int]:
+    """Token counts to measure: every one for a few requests, coarser for many."""
+    step = max(1, requests // 4)
+    widest = requests * (gamma + 1)
+    return sorted({*range(requests, widest, step), widest})
+
+
+def _measure(
+    engine: Engine, requests: int, steps: Sequence[int], context: int, repeat: int
+) -> tuple[dict[int, list[float]], list[float]]:
+    """ms of target and acceptance by number of tokens, and ms of drafts."""
+    backend, gamma = engine.backend, engine.gamma
+    backend.reset(requests)
+    past = np.full(requests, context)
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, engine.bundle.target.vocab_size, requests * (gamma + 1))
+    times: dict[int, list[float]] = defaultdict(list)
+    drafting: list[float] = []
+    everyone = np.arange(requests)
+    zeros = np.zeros(requests, np.float32)
+    backend.reserve(requests, context + gamma + 1, context + 2 * gamma + 1)
+    for i in range(WARM_UP + repeat):
+        turn = i % len(steps)
+        for tokens in (*steps[turn:], *steps[:turn]):
+            widths = np.full(requests, tokens // requests)
+            widths[: tokens % requests] += 1
+            start = time.perf_counter()
+            backend.target(TokenBatch(words[:tokens], widths, past))
+            backend.accept(
+                AcceptSampling(
+                    slots=everyone,
+                    verify_length=np.zeros(requests, np.int64),
+                    temperature=zeros,
+                    top_k=np.zeros(requests, np.int64),
+                    top_p=np.ones(requests, np.float32),
+                    accept_uniform=None,
+                    sample_uniform=None,
+                )
+            )
+            if i >= WARM_UP:
+                times[tokens].append(1e3 * (time.perf_counter() - start))
+        start = time.perf_counter()
+        backend.backbone(
+            ContextBatch(
+                counts=np.ones(requests, np.int64),
+                index=everyone,
+                past_length=past,
+                slots=everyone,
+                anchor=words[:requests],
+            )
+        )
+        backend.markov(words[:requests], DraftSampling(zeros, None))
+        backend.confidence()
+        if i >= WARM_UP:
+            drafting.append(1e3 * (time.perf_counter() - start))
+    return times, drafting
