@@ -25,6 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..graphs.contract import DraftContract, RopeSpec
 from ..graphs.errors import DraftgraphError
+from .quiet import quiet_transformers
 
 GREEDY_BELOW = 1e-5  # a lower temperature means argmax, as in the official evaluator
 
@@ -226,14 +227,15 @@ class ReferenceTarget:
             location, gguf_file = source.parent, source.name
         else:
             location, gguf_file = source, None
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(location),
-            gguf_file=gguf_file,
-            dtype=dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(location),
+                gguf_file=gguf_file,
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                output_loading_info=True,
+            )
         self.model, loading = loaded
         if loading["missing_keys"]:
             raise DraftgraphError(

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftgraph.runtime import Engine
 from helpers import GOLDENS_ROOT, Golden, export_pair, load_golden
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from draftgraph.runtime import Engine
 
 BundleFactory = Callable[..., Path]
 EngineFactory = Callable[..., Engine]

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
+
 from draftgraph.export.bundle import export_bundle
 from draftgraph.export.checkpoints import read_draft, read_target
 from draftgraph.runtime.backends.base import AcceptSampling, Backend, ContextBatch, TokenBatch
-from safetensors.numpy import load_file, save_file
 
 GOLDENS_ROOT = Path(__file__).parent / "goldens"
 GOLDENS = sorted(path.parent.name for path in GOLDENS_ROOT.glob("*/expected.json"))

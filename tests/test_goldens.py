@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import GOLDENS, Golden, run_backbone, run_target
+
 from draftgraph.runtime import Engine, SamplingParams, load_bundle
 from draftgraph.runtime.backends.base import DraftSampling
 from draftgraph.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
-from helpers import GOLDENS, Golden, run_backbone, run_target
 
 # Absolute, fp32. The largest errors measured: see the comment at each use.
 TENSORS = 2e-4

@@ -8,16 +8,16 @@ tensors it does not find with random numbers.
 from __future__ import annotations
 
 import contextlib
-import io
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from draftgraph.graphs.errors import DraftgraphError
 
+from ..quiet import quiet_transformers
 from .checkpoint import TargetCheckpoint
 from .config import Config
 from .files import sha256
@@ -203,16 +203,9 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _quiet(path: Path) -> Iterator[None]:
-    """Silence the progress bars and remarks of transformers, and turn its failures into ours."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Silence transformers and turn its failures into ours."""
     try:
-        # The dequantisation draws its bar on standard error whatever the settings above.
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with quiet_transformers():
             yield
     except DraftgraphError:
         raise
@@ -222,7 +215,3 @@ def _quiet(path: Path) -> Iterator[None]:
             f"{path}: transformers cannot load this GGUF file ({reason}); it may be damaged: fetch "
             "it again, or give the Hugging Face checkpoint"
         ) from error
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

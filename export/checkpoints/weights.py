@@ -9,8 +9,9 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from draftgraph.graphs.errors import DraftgraphError
 from safetensors import SafetensorError, safe_open
+
+from draftgraph.graphs.errors import DraftgraphError
 
 from .files import read_json, sha256
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
 from draftgraph.export.checkpoints import TargetCheckpoint, check_finite, read_draft, read_target
 from draftgraph.graphs.contract import RopeSpec
 from draftgraph.graphs.errors import DraftgraphError
-from safetensors.numpy import load_file
 
 Edited = Callable[..., Path]
 VANILLA, DFLASH = "qwen3-vanilla/draft", "qwen3-dflash/draft"

@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from draftgraph.export.reference import (
     ReferenceDrafter,
     ReferenceTarget,
@@ -22,9 +26,6 @@ from draftgraph.export.reference import (
 )
 from draftgraph.graphs.contract import DecoderSpec, DraftContract, RopeSpec
 from draftgraph.graphs.errors import DraftgraphError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/expected.json"))

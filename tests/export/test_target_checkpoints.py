@@ -13,10 +13,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+
 from draftgraph.export.checkpoints import Weights, check_finite, read_target
 from draftgraph.graphs.contract import RopeSpec
 from draftgraph.graphs.errors import DraftgraphError
-from safetensors.numpy import load_file, save_file
 
 LLAMA, QWEN3 = "llama-vanilla-threshold/target", "qwen3-vanilla/target"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

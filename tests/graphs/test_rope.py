@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
 from draftgraph.export.checkpoints.config import Config
 from draftgraph.export.checkpoints.rope_config import read_rope
 from draftgraph.graphs.contract import RopeSpec
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.graphs.rope import inverse_frequencies
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 LLAMA31 = {
