@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from .backends.base import AcceptSampling, Backend, ContextBatch, DraftSampling,
 from .bundle import Bundle, load_bundle
 from .results import PHASES, FinishReason, Output, Round, Stats
 from .sampling import Purpose, SamplingParams, uniforms
-from .scheduler import POLICIES
+from .scheduler import POLICIES, ScheduleInput
 from .tokenizer import Prompt, TextStream, Tokenizer
 
 # Longest chunk of a prompt in one target call; bounds the size of intermediate tensors.
@@ -112,14 +112,16 @@ class Engine:
     def _schedule(self, request: Request, confidence: np.ndarray | None, limit: int) -> int:
         """How many drafted tokens to verify, decided before the target runs."""
         start = time.perf_counter()
-        policy = POLICIES[request.params.scheduler]
-        lengths = policy(
-            None if confidence is None else confidence[None, :],
-            np.array([limit]),
-            np.array([request.params.threshold]),
+        schedule = POLICIES[request.params.scheduler](
+            ScheduleInput(
+                limits=np.array([limit]),
+                confidence=None if confidence is None else confidence[None, :],
+                threshold=np.array([request.params.threshold]),
+                sampled=np.array([request.draft_temperature > 0]),
+            )
         )
         self.backend.seconds["schedule"] += time.perf_counter() - start
-        return int(lengths[0])
+        return int(schedule.lengths[0])
 
     def _verify(self, request: Request, draft_ids: np.ndarray) -> tuple[int, int]:
         """Run the target over the anchor and the drafted ids; accepted count and next id."""
@@ -217,6 +219,7 @@ class Engine:
             )
         )
         if next_id[0] < 0:
+            self.backend.reserve(0, 0, 0)  # a masked NaN would still poison later requests
             raise DraftgraphError(
                 f"the target's logits are not finite at position {len(request.ids)}; if the bundle "
                 "is fp16, export it with --dtype bf16 or fp32"
@@ -258,13 +261,19 @@ class Engine:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculative: bool = True
-    ) -> Iterator[str]:
-        """Decode one prompt, yielding text as it is committed; needs a tokenizer."""
+    ) -> Generator[str, None, Output]:
+        """Decode one prompt, yielding text as it is committed; needs a tokenizer.
+
+        The generator's return value is what `generate` returns.
+        """
         params = params or SamplingParams()
         self.tokenizer.stream()  # refuse before the first token
         for item in self._run(prompt, params, speculative):
-            if isinstance(item, str) and item:
+            if isinstance(item, Output):
+                return item
+            if item:
                 yield item
+        raise AssertionError("a run ends with its output")
 
     def _run(
         self, prompt: Prompt, params: SamplingParams, speculative: bool
@@ -301,6 +310,10 @@ class Engine:
             surplus = len(ids) - count
             if surplus:
                 del request.ids[-surplus:]
+                last = request.rounds[-1]  # only a round commits several ids
+                request.rounds[-1] = replace(
+                    last, accepted=min(last.accepted, count), next_id=None
+                )
             request.finish_reason = "stop"
         return text
 

@@ -1,20 +1,101 @@
-"""How many drafted tokens each request verifies.
+"""How many drafted tokens each request verifies: pure functions of arrays, before the target runs.
 
-A policy is a pure function of arrays, decided before the target runs. It may look at the
-confidence of slot k only through tokens before k (c_k depends on x_{<k}), and it may cut a block
-only by a rule in which whether slot k is verified depends on c_1 .. c_k alone: then the decision
-never looks at the token it drops, and the output distribution stays exactly the target's (DSpark,
-arXiv 2607.05147, appendix A shows what goes wrong otherwise).
+A drafter proposes γ tokens x_1 … x_γ per request. The confidence c_k estimates P(x_k is accepted |
+everything before it was), so a_j = Π_{i≤j} c_i is the survival of the prefix of length j. A round
+that verifies ℓ_r tokens of each of R requests sends N = Σ (1 + ℓ_r) tokens through the target and
+yields Σ (1 + Σ_{j≤ℓ_r} a_{r,j}) expected tokens; its predicted throughput is
+
+    Θ(n) = (R + the sum of the survivals of n verified tokens) / (draft_ms + T(R, R + n))
+
+with T from a measured `CostTable` (DSpark, arXiv 2607.05147, section 3.2). The cost-based policies
+differ in how they choose the budget n. All of them split it the same way: the n largest current
+survivals, ties by earlier position, then by lower request index. Survival never rises along a
+request, so such a set is a prefix of every block.
+
+Exactness. The output follows the target's distribution when whether slot k of a request is
+verified depends only on c_1 … c_k of that request and on data that is independent of its current
+draft. c_k is a function of x_{<k}: the decision then never looks at the token it drops. A rule
+that also looks at later confidences drops a token because of that token, and the output is biased
+(appendix A of the paper; `tests/runtime/test_policies.py` has its counterexample). "The past" is
+independent of the current draft only if a position that is drafted again gets fresh random
+numbers; the budget of `lagged` and the guard below rely on that.
+
+The guard. A trim has to beat full verification by `min_gain` of predicted throughput, or all is
+verified. Comparing with full verification reads the survivals of whole blocks, so with sampled
+drafts it may only use those of earlier rounds; only `live-argmax` takes the current ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-# (confidence [R, γ] or None without a confidence head, limits [R], threshold [R]) -> lengths [R]
-Policy = Callable[[np.ndarray | None, np.ndarray, np.ndarray], np.ndarray]
+from ..graphs.errors import DraftgraphError
+from .costs import CostTable
+
+# What a schedule reports about itself.
+TRIMMED = "trimmed"
+VERIFIED_ALL = "verified all"
+NO_CONFIDENCE = "verified all: the drafter has no confidence head"
+NO_COSTS = "verified all: no measured cost table; run draftgraph profile"
+FLAT_COSTS = "verified all: the cost table is flat, so no trim saves time"
+NOT_COVERED = "verified all: the cost table does not cover this batch; profile larger batches"
+LOW_GAIN = "verified all: the predicted gain of a trim is below the minimum"
+
+MIN_GAIN = 0.02
+LAG = 2  # rounds between the survivals that set a budget and the round that spends it
+
+
+@dataclass(frozen=True)
+class ScheduleInput:
+    """What a policy may look at.
+
+    limits: [R] int, most tokens each request may verify (0: it did not draft). confidence: [R, γ]
+    calibrated c_k, None without a head. threshold: [R], for `threshold`. sampled: [R] bool, the
+    request's draft was drawn at random; None counts every draft as drawn. lagged: [R, γ] survivals
+    of `LAG` rounds before, 1 for requests that are newer (see `lagged_survival`); None: all are
+    new. costs: target times; None: nothing measured. draft_ms: time of the draft; None takes the
+    table's. min_gain: the guard's margin on Θ, as a fraction; 0 switches the guard off.
+    """
+
+    limits: np.ndarray
+    confidence: np.ndarray | None = None
+    threshold: np.ndarray | None = None
+    sampled: np.ndarray | None = None
+    lagged: np.ndarray | None = None
+    costs: CostTable | None = None
+    draft_ms: float | None = None
+    min_gain: float = MIN_GAIN
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """lengths: [R] int64, tokens to verify. status: one of the constants above."""
+
+    lengths: np.ndarray
+    status: str
+
+
+Policy = Callable[[ScheduleInput], Schedule]
+
+
+def survival(confidence: np.ndarray) -> np.ndarray:
+    """[R, γ] float64: a_j = Π_{i≤j} c_i."""
+    return np.cumprod(confidence, axis=1, dtype=np.float64)
+
+
+def lagged_survival(histories: Sequence[Sequence[np.ndarray]], gamma: int) -> np.ndarray:
+    """[R, γ]: each request's survivals of `LAG` rounds before; 1 where it has no such round yet.
+
+    histories: per request, the survivals [γ] of its past rounds, oldest first.
+    """
+    new = np.ones(gamma)
+    return np.stack([h[-LAG] if len(h) >= LAG else new for h in histories])
+
+
+# Policies that need no costs
 
 
 def full(confidence: np.ndarray | None, limits: np.ndarray, threshold: np.ndarray) -> np.ndarray:
@@ -28,7 +109,7 @@ def by_threshold(
     """Cut before the first slot whose confidence is below the threshold (DeepSpec's rule).
 
     Exact: slot k is dropped because of c_1 .. c_k, which are functions of x_{<k} only. Without a
-    confidence head nothing is cut.
+    confidence head nothing is cut. The threshold is the caller's choice, so no guard applies.
     """
     if confidence is None:
         return limits
@@ -37,4 +118,219 @@ def by_threshold(
     return np.minimum(first, limits)
 
 
-POLICIES: dict[str, Policy] = {"full": full, "threshold": by_threshold}
+def _full(data: ScheduleInput) -> Schedule:
+    """`full`."""
+    return Schedule(data.limits, VERIFIED_ALL)
+
+
+def _threshold(data: ScheduleInput) -> Schedule:
+    """`by_threshold`."""
+    if data.confidence is None:
+        return Schedule(data.limits, NO_CONFIDENCE)
+    if data.threshold is None:
+        raise DraftgraphError("threshold: the policy needs a threshold for every request")
+    _check_confidence(data.confidence)
+    return _result(by_threshold(data.confidence, data.limits, data.threshold), data.limits)
+
+
+# Policies that weigh tokens against time
+
+
+def early_stop(data: ScheduleInput) -> Schedule:
+    """Algorithm 1: add tokens by decreasing survival while Θ rises; stop at the first that fails.
+
+    Inside a flat step of the cost table every further token raises Θ; at a step's edge Θ may drop,
+    and the search stops there even if a later step would win again.
+
+    Exact: whether (r, j) is reached and kept depends on the tokens visited before it, which are
+    (r, 1 … j-1) and tokens of other requests, and on a_{r,j} itself. The positions after j are
+    never visited earlier, and the sums run in visiting order, so they cannot matter. The guard
+    takes what the same search would have gained on the survivals of `LAG` rounds before, which
+    are independent of the current draft.
+    """
+    problem = _prepare(data)
+    if isinstance(problem, Schedule):
+        return problem
+    if data.min_gain > 0:
+        past = problem.curve(problem.order(problem.past()))
+        if past[_first_peak(past)] < (1 + data.min_gain) * past[-1]:
+            return Schedule(data.limits, LOW_GAIN)
+    values = problem.order(problem.current)
+    return problem.split(_first_peak(problem.curve(values)), values)
+
+
+def lagged(data: ScheduleInput) -> Schedule:
+    """Budget from the survivals of `LAG` rounds before, split over the current ones.
+
+    The budget is the unconstrained argmax of Θ over the whole staircase (the fewest tokens among
+    equals); new requests count with survival 1, so they ask for everything. This is what the
+    paper runs: the budget is known before the draft, and a step's edge does not end the search.
+
+    Exact: the budget and the guard are functions of earlier rounds only; given the budget K, slot
+    (r, j) is verified if fewer than K tokens rank before it, and the tokens that do are
+    (r, 1 … j-1) and tokens of other requests.
+    """
+    problem = _prepare(data)
+    if isinstance(problem, Schedule):
+        return problem
+    past = problem.curve(problem.order(problem.past()))
+    budget = int(past.argmax())
+    if past[budget] < (1 + data.min_gain) * past[-1]:
+        return Schedule(data.limits, LOW_GAIN)
+    return problem.split(budget)
+
+
+def live_argmax(data: ScheduleInput) -> Schedule:
+    """Budget and split from the current survivals: argmax of Θ. Greedy drafting only.
+
+    Exact only when drafts are deterministic: then a verified length is a function of the
+    committed tokens, and verifying any prefix of a fixed proposal leaves the target's
+    distribution as it is. With sampled drafts the budget would depend on the very tokens that it
+    drops (0.85 instead of 0.7 in the paper's example), so this raises `DraftgraphError`.
+    """
+    if data.sampled is None or np.any(data.sampled):
+        raise DraftgraphError(
+            "live-argmax needs greedy drafting: with sampled drafts it would bias the output; set "
+            'draft_sampling to "greedy" or use the scheduler lagged or early-stop'
+        )
+    return _live_argmax(data)
+
+
+def _live_argmax(data: ScheduleInput) -> Schedule:
+    """`live_argmax` without its refusal: biased with sampled drafts."""
+    problem = _prepare(data)
+    if isinstance(problem, Schedule):
+        return problem
+    values = problem.order(problem.current)
+    curve = problem.curve(values)
+    budget = int(curve.argmax())
+    if curve[budget] < (1 + data.min_gain) * curve[-1]:
+        return Schedule(data.limits, LOW_GAIN)
+    return problem.split(budget, values)
+
+
+POLICIES: dict[str, Policy] = {
+    "full": _full,
+    "threshold": _threshold,
+    "early-stop": early_stop,
+    "lagged": lagged,
+    "live-argmax": live_argmax,
+}
+
+
+# The shared machinery
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Current survivals and the times of every budget.
+
+    Survivals lie in position order, [γ, R], with -1 beyond a request's limit: sums over requests
+    are then long and contiguous, and flat order is the order of ties.
+    """
+
+    data: ScheduleInput
+    current: np.ndarray
+    total: int  # Σ limits
+    times: np.ndarray  # [total + 1] ms: draft and target when n = 0 … total tokens are verified
+
+    @property
+    def requests(self) -> int:
+        return self.current.shape[1]
+
+    def past(self) -> np.ndarray:
+        """[γ, R] survivals of `LAG` rounds before."""
+        lagged = self.data.lagged
+        if lagged is None:
+            return _mask(np.ones(self.current.shape), self.data.limits)
+        if lagged.T.shape != self.current.shape:
+            raise DraftgraphError(
+                f"lagged survivals have shape {lagged.shape}, confidences {self.current.T.shape}"
+            )
+        if lagged.size and not (lagged.min() >= 0 and lagged.max() <= 1):
+            raise DraftgraphError("lagged survivals must lie in [0, 1] and be finite")
+        return _mask(lagged.T, self.data.limits)
+
+    def order(self, values: np.ndarray) -> np.ndarray:
+        """[total] the survivals within the limits, largest first."""
+        flat = values.flatten(order="K")  # memory order: no transposition on the way
+        flat.sort()
+        return flat[::-1][: self.total]
+
+    def curve(self, values: np.ndarray) -> np.ndarray:
+        """[total + 1] Θ in tokens per ms. Entry n is a function of values[:n] alone."""
+        tokens = np.empty(self.total + 1)
+        tokens[0] = self.requests
+        tokens[1:] = values
+        np.cumsum(tokens, out=tokens)
+        return tokens / self.times
+
+    def split(self, budget: int, values: np.ndarray | None = None) -> Schedule:
+        """The `budget` largest current survivals; `values`: them sorted, when already known."""
+        limits, current = self.data.limits, self.current
+        if budget >= self.total:
+            return Schedule(limits, VERIFIED_ALL)
+        if budget == 0:
+            return Schedule(np.zeros(self.requests, np.int64), TRIMMED)
+        if values is None:
+            rank = current.size - budget
+            smallest = np.partition(current, rank, axis=None)[rank]
+        else:
+            smallest = values[budget - 1]
+        lengths = (current >= smallest).sum(axis=0)
+        surplus = int(lengths.sum()) - budget
+        if surplus:  # ties at the edge: earlier position first, then lower request index
+            tied = np.flatnonzero(current == smallest)
+            dropped = tied[len(tied) - surplus :] % self.requests
+            lengths -= np.bincount(dropped, minlength=self.requests)
+        return Schedule(lengths, TRIMMED)
+
+
+def _prepare(data: ScheduleInput) -> _Problem | Schedule:
+    """The problem, or the schedule that verifies everything where nothing can be weighed."""
+    limits, costs = data.limits, data.costs
+    if data.confidence is None:
+        return Schedule(limits, NO_CONFIDENCE)
+    _check_confidence(data.confidence)
+    if costs is None:
+        return Schedule(limits, NO_COSTS)
+    requests, total = len(limits), int(limits.sum())
+    if not costs.covers(requests, requests + total):
+        return Schedule(limits, NOT_COVERED)
+    row = costs.row(requests)
+    times = row[requests : requests + total + 1]
+    if costs.is_flat(requests):
+        return Schedule(limits, FLAT_COSTS)
+    draft_ms = costs.draft(requests) if data.draft_ms is None else data.draft_ms
+    current = data.confidence.T.astype(np.float64, order="C")
+    for j in range(1, len(current)):  # `survival`, faster for a short γ
+        current[j] *= current[j - 1]
+    return _Problem(data, _mask(current, limits), total, times + draft_ms)
+
+
+def _check_confidence(confidence: np.ndarray) -> None:
+    # A NaN fails both comparisons.
+    if confidence.size and not (confidence.min() >= 0 and confidence.max() <= 1):
+        raise DraftgraphError(
+            "confidences must lie in [0, 1] and be finite; the confidence head's output is not, "
+            "which usually means a half-precision overflow: export with --dtype bf16 or fp32"
+        )
+
+
+def _mask(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """values [γ, R] with -1 beyond each request's limit."""
+    gamma = len(values)
+    if limits.min(initial=gamma) >= gamma:
+        return values
+    return np.where(np.arange(gamma)[:, None] < limits, values, -1.0)
+
+
+def _first_peak(curve: np.ndarray) -> int:
+    """The first n whose successor is not larger."""
+    stops = curve[1:] <= curve[:-1]
+    n = int(stops.argmax()) if len(stops) else 0
+    return n if len(stops) and stops[n] else len(stops)
+
+
+def _result(lengths: np.ndarray, limits: np.ndarray) -> Schedule:
+    return Schedule(lengths, TRIMMED if np.any(lengths < limits) else VERIFIED_ALL)

@@ -267,9 +267,7 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _stream(
-    engine: Engine, prompt: Prompt, params: SamplingParams, *, speculative: bool
-) -> Output:
+def _stream(engine: Engine, prompt: Prompt, params: SamplingParams, *, speculative: bool) -> Output:
     """Print text as it is committed, or the ids at the end when there is no tokenizer."""
     if not engine.tokenizer.available:
         output = engine.generate(prompt, params, speculative=speculative)
@@ -350,8 +348,8 @@ def bench(
     )
     sets = [read_prompts(file, limit) for file in prompts]
     peer_path = check_comparison(compare, target)
-    if json_out is not None and not json_out.absolute().parent.is_dir():
-        raise DraftgraphError(f"{json_out}: there is no such directory to write into")
+    if json_out is not None and (json_out.is_dir() or not json_out.absolute().parent.is_dir()):
+        raise DraftgraphError(f"{json_out}: give a file name in an existing directory for --json")
     engine = Engine.load(bundle, verify=not no_verify, threads=threads, markov=markov)
     measured = Bench(
         engine,

@@ -24,9 +24,15 @@ def progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def table(*columns: str, title: str | None = None, left: int = 1) -> Table:
+def heading(console: Console, text: str) -> None:
+    """The title of a section, after an empty line."""
+    console.print()
+    console.print(text, style="bold")
+
+
+def table(*columns: str, left: int = 1) -> Table:
     """A plain table; the first `left` columns are names, the others numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    made = Table(box=None, pad_edge=False, show_header=any(columns))
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i < left else "right", header_style="dim")
     return made

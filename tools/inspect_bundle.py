@@ -12,7 +12,7 @@ from rich.console import Console
 from ..graphs.contract import to_dict
 from ..graphs.errors import DraftgraphError
 from ..runtime.bundle import Bundle, TensorInfo
-from .console import size, table
+from .console import heading, size, table
 
 _NUMBERED = re.compile(r"(.+)\.(\d+)")
 
@@ -37,6 +37,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "graphs": {
             name: {
                 "file": graph.file,
+                "cpu_file": graph.cpu_file,
                 "bytes": bundle.files[graph.file]["bytes"],
                 "nodes": graph.nodes,
                 "parameters": graph.parameters,
@@ -122,6 +123,8 @@ def _contract(title: str, contract: dict[str, Any], console: Console) -> None:
     for name, value in contract.items():
         if name == "decoder":
             rope = {k: v for k, v in value["rope"].items() if v is not None}
+            if rope["type"] != "yarn":
+                del rope["truncate"]
             rows |= {f"decoder.{k}": v for k, v in value.items() if k != "rope"}
             rows["decoder.rope"] = _words(rope)
         elif value is not None:
@@ -143,8 +146,8 @@ def _word(value: Any) -> str:
 
 def _fields(title: str | None, rows: dict[str, Any], console: Console) -> None:
     if title:
-        console.print()
-    fields = table("", "", title=title, left=2)
+        heading(console, title)
+    fields = table("", "", left=2)
     fields.show_header = False
     for name, value in rows.items():
         fields.add_row(name, _word(value))
@@ -152,12 +155,12 @@ def _fields(title: str | None, rows: dict[str, Any], console: Console) -> None:
 
 
 def _graphs(facts: dict[str, Any], console: Console) -> None:
-    console.print()
-    graphs = table("graph", "file", "size", "nodes", "parameters", title="graphs", left=2)
+    heading(console, "graphs")
+    graphs = table("graph", "file", "size", "nodes", "parameters", left=2)
     for name, graph in facts["graphs"].items():
         graphs.add_row(
             name,
-            graph["file"],
+            graph["file"] + (f" (CPU: {graph['cpu_file']})" if graph["cpu_file"] else ""),
             size(graph["bytes"]),
             str(graph["nodes"]),
             f"{graph['parameters']:,}",
@@ -167,8 +170,8 @@ def _graphs(facts: dict[str, Any], console: Console) -> None:
 
 
 def _tensors(facts: dict[str, Any], console: Console) -> None:
-    console.print()
-    tensors = table("graph", "", "name", "dtype", "shape", title="tensors", left=5)
+    heading(console, "tensors")
+    tensors = table("graph", "", "name", "dtype", "shape", left=5)
     for name, graph in facts["graphs"].items():
         label = name
         for way, key in (("in", "inputs"), ("out", "outputs")):
@@ -183,7 +186,7 @@ def _tensors(facts: dict[str, Any], console: Console) -> None:
 def collapse(tensors: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """(names, dtype, shape) rows; the numbered tensors of all layers share one row."""
 
-    def stem(tensor: dict[str, Any]) -> tuple[str, ...]:
+    def stem(tensor: dict[str, Any]) -> tuple[str, str, str]:
         match = _NUMBERED.fullmatch(tensor["name"])
         shape = "[" + ", ".join(map(str, tensor["shape"])) + "]"
         return (match[1] if match else tensor["name"], tensor["dtype"], shape)
@@ -193,14 +196,15 @@ def collapse(tensors: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     for key, members in groupby(sorted(tensors, key=lambda t: order[stem(t)]), key=stem):
         names = [t["name"] for t in members]
         last = names[-1].rsplit(".", 1)[-1]
-        rows.append((f"{names[0]} … {last}" if len(names) > 1 else names[0], *key[1:]))
+        label = f"{names[0]} … {last}" if len(names) > 1 else names[0]
+        rows.append((label, key[1], key[2]))
     return rows
 
 
 def _cache(facts: dict[str, Any], console: Console) -> None:
-    console.print()
+    heading(console, "KV cache of one request")
     per_token = facts["kv_cache"]["bytes_per_token"]
-    cache = table("capacity (rows)", "target", "draft", "total", title="KV cache of one request")
+    cache = table("capacity (rows)", "target", "draft", "total")
     both = per_token["target"] + per_token["draft"]
     cache.add_row("1", *(size(n) for n in (per_token["target"], per_token["draft"], both)))
     for capacity, entry in facts["kv_cache"]["bytes_by_capacity"].items():
@@ -210,15 +214,15 @@ def _cache(facts: dict[str, Any], console: Console) -> None:
 
 def render_validation(validation: dict[str, Any], console: Console) -> None:
     """The figures of validation.json: every graph against torch."""
-    console.print()
     if not validation:
-        console.print("no validation figures")
+        heading(console, "no validation figures")
         return
-    title = (
+    heading(
+        console,
         f"validation against torch ({validation.get('dtype')}: errors up to "
-        f"{validation.get('tolerance')}, picks from {validation.get('minimum_agreement')})"
+        f"{validation.get('tolerance')}, picks from {validation.get('minimum_agreement')})",
     )
-    checks = table("check", "max relative error", "picks agree", "mean KL", title=title)
+    checks = table("check", "max relative error", "picks agree", "mean KL")
     for name, figures in validation.get("checks", {}).items():
         picks = "–"
         if figures.get("picks_compared"):
@@ -231,8 +235,8 @@ def render_validation(validation: dict[str, Any], console: Console) -> None:
 
 
 def _provenance(facts: dict[str, Any], console: Console) -> None:
-    console.print()
-    hashes = table("checkpoint", "file", "sha256", title="made from", left=3)
+    heading(console, "made from")
+    hashes = table("checkpoint", "file", "sha256", left=3)
     for checkpoint, files in facts["provenance"].items():
         for file, digest in files.items():
             hashes.add_row(checkpoint, file, digest[:12])

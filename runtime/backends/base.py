@@ -62,7 +62,10 @@ class Backend(Protocol):
     seconds: dict[str, float]  # time spent inside the device runtime, by phase
 
     def reserve(self, requests: int, target_rows: int, draft_rows: int) -> None:
-        """Make room in the caches; contents are kept, capacity never shrinks while in use."""
+        """Make room in the caches; contents are kept, capacity never shrinks while in use.
+
+        Another number of requests than before starts from empty caches; 0 drops them.
+        """
 
     def target(self, batch: TokenBatch) -> None:
         """Run the target; leaves `logits` and `features` for the next calls."""
