@@ -380,7 +380,7 @@ def _prompts(bundle: Bundle, room: int) -> list[list[int]]:
             ids = np.random.default_rng(i).integers(0, vocabulary, wanted).tolist()
         while len(ids) < wanted:  # a large block wants longer prompts
             ids = ids + ids
-        prompts.append(ids[: bundle.max_seq_len - room])
+        prompts.append(ids[: max(wanted, bundle.max_seq_len - room)])
     return prompts
 
 

@@ -46,16 +46,14 @@ class AcceptGreedy(nn.Module):
         verify_length: ir.Value,
     ) -> tuple[ir.Value, ir.Value]:
         draft_ids = op.Gather(draft_ids, request_block, axis=0)
-        best = op.ArgMax(target_logits, axis=1, keepdims=1)
-        peak = op.Squeeze(op.GatherElements(target_logits, best, axis=1), [1])
-        best = op.Squeeze(best, [1])
+        best = op.ArgMax(target_logits, axis=1, keepdims=0)
+        # -1 equals no drafted id, so a damaged row ends the run and is the next id.
+        best = op.Where(_is_finite(op, target_logits), best, op.Constant(value_int=-1))
         verified = _columns(op, cell_token, self.block_size)
         matches = op.Equal(op.Gather(best, verified, axis=0), draft_ids)
         accepted = _leading_run(op, matches, verify_length, self.block_size)
         row = op.GatherElements(cell_token, op.Unsqueeze(accepted, [1]), axis=1)
-        row = op.Squeeze(row, [1])
-        next_id = op.Gather(best, row, axis=0)
-        return accepted, _finite_or_minus_one(op, next_id, op.Gather(peak, row, axis=0))
+        return accepted, op.Gather(best, op.Squeeze(row, [1]), axis=0)
 
 
 class AcceptSample(nn.Module):
@@ -106,6 +104,7 @@ class AcceptSample(nn.Module):
             weights = self._filter(op, z, weights, token_request, top_k, top_p)
         p = op.Div(weights, op.ReduceSum(weights, axis, keepdims=1))  # [N, V]
         best = op.ArgMax(target_logits, axis=1, keepdims=0)  # [N]
+        finite = _is_finite(op, target_logits)  # [N]
 
         # p and q of every drafted token, [R, γ].
         block = op.Unsqueeze(request_block, [1])
@@ -124,6 +123,7 @@ class AcceptSample(nn.Module):
             target_greedy, op.Cast(is_best, to=ir.DataType.FLOAT), op.GatherND(p, index)
         )
         accepts = op.Less(op.Mul(accept_uniform, q_draft), p_draft)
+        accepts = op.And(accepts, op.Gather(finite, verified, axis=0))
         accepted = _leading_run(op, accepts, verify_length, gamma)
 
         # The row after the accepted run: the residual where a token was rejected, else p.
@@ -152,12 +152,8 @@ class AcceptSample(nn.Module):
         )
         greedy_next = op.Gather(best, row, axis=0)
         next_id = op.Where(is_greedy(op, temperature), greedy_next, drawn)
-        peak = op.GatherElements(target_logits, op.Unsqueeze(best, [1]), axis=1)
-        sums = op.Add(
-            op.Squeeze(op.Gather(peak, row, axis=0), [1]),
-            op.ReduceSum(p_row, axis, keepdims=0),
-        )
-        return accepted, _finite_or_minus_one(op, next_id, sums)
+        bad = op.Constant(value_int=-1)
+        return accepted, op.Where(op.Gather(finite, row, axis=0), next_id, bad)
 
     def _filter(
         self,
@@ -214,7 +210,7 @@ def _leading_run(op: Any, flags: ir.Value, limit: ir.Value, width: int) -> ir.Va
     return op.ReduceSum(run, op.Constant(value_ints=[1]), keepdims=0)
 
 
-def _finite_or_minus_one(op: Any, ids: ir.Value, witness: ir.Value) -> ir.Value:
-    """`ids`, with -1 where `witness` is NaN or infinite: never a silent draw from garbage."""
-    finite = op.Less(op.Abs(witness), float_constant(op, 3.0e38))
-    return op.Where(finite, ids, op.Constant(value_int=-1))
+def _is_finite(op: Any, logits: ir.Value) -> ir.Value:
+    """bool [N]: rows without NaN or infinity. Maxima may skip a NaN, a sum never does."""
+    total = op.ReduceSum(logits, op.Constant(value_ints=[-1]), keepdims=0)
+    return op.Less(op.Abs(total), float_constant(op, 3.0e38))

@@ -317,10 +317,13 @@ class Engine:
             )
         )
         if (next_ids < 0).any():
-            request = requests[int(next_ids.argmin())]
+            position = len(requests[int(next_ids.argmin())].ids)
+            slots = len(self._slots)
+            self._open_slots(0)  # a NaN that stays in a cache would poison later requests
+            self._open_slots(slots)
             raise DraftgraphError(
-                f"the target's logits are not finite at position {len(request.ids)}; if the bundle "
-                "is fp16, export it with --dtype bf16 or fp32"
+                f"the target's logits are not finite at position {position}; if the bundle is "
+                "fp16, export it with --dtype bf16 or fp32"
             )
         return accepted, next_ids
 

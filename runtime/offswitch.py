@@ -25,7 +25,8 @@ class OffSwitch:
     off_margin, on_margin: hysteresis on the advantage m·T(1) / (d + T(w)) - 1: drafting ends when
     the average is below off_margin, and a probe restarts it only from on_margin. decay: weight of
     the past in that average, per round. trial: part of the allowance that one losing stretch of
-    drafting may use; the rest is for probes.
+    drafting may use; the rest is for probes. patience: useless rounds in a row such a stretch may
+    last, however large the allowance.
 
     After a stretch that lost, plain decoding lasts at least x / (ε · T(1)) rounds, x being the loss
     of one useless round; the wait doubles with every stretch in a row that does not pay. So k
@@ -41,6 +42,7 @@ class OffSwitch:
     on_margin: float = 0.10
     decay: float = 0.75
     trial: float = 0.67
+    patience: int = 4
 
     on: bool = field(default=True, init=False)
     loss_ms: float = field(default=0.0, init=False)  # losses in all, wins do not repay beyond 0
@@ -60,8 +62,10 @@ class OffSwitch:
             raise DraftgraphError("OffSwitch: share must be in (0, 1) and horizon at least 1")
         if self.on_margin < self.off_margin:
             raise DraftgraphError("OffSwitch: on_margin must be at least off_margin")
-        if not 0 <= self.decay < 1 or not 0 < self.trial <= 1:
-            raise DraftgraphError("OffSwitch: decay must be in [0, 1) and trial in (0, 1]")
+        if not 0 <= self.decay < 1 or not 0 < self.trial <= 1 or self.patience < 1:
+            raise DraftgraphError(
+                "OffSwitch: decay must be in [0, 1), trial in (0, 1], patience at least 1"
+            )
 
     @property
     def advantage(self) -> float:
@@ -123,8 +127,9 @@ class OffSwitch:
         elif self.advantage < self.off_margin:
             # One more useless round has to fit, or it ends here.
             allowance = self.allowance_ms
+            stretch = min(self.trial * allowance, self.patience * self._overhead_ms)
             self.on = (
-                self._slump_ms + self._overhead_ms <= self.trial * allowance
+                self._slump_ms + self._overhead_ms <= stretch
                 and self.loss_ms + self._overhead_ms <= allowance
             )
         if not self.on:

@@ -306,7 +306,7 @@ def _prepare(data: ScheduleInput) -> _Problem | Schedule:
     if costs.is_flat(requests):
         return Schedule(limits, FLAT_COSTS)
     draft_ms = costs.draft(requests) if data.draft_ms is None else data.draft_ms
-    current = data.confidence.T.astype(np.float64)
+    current = data.confidence.T.astype(np.float64, order="C")
     for j in range(1, len(current)):  # `survival`, faster for a short γ
         current[j] *= current[j - 1]
     return _Problem(data, _mask(current, limits), total, times + draft_ms)

@@ -140,14 +140,16 @@ def simulate(
     threshold: float = 0.5,
     min_gain: float = MIN_GAIN,
     sampled: bool = False,
-    rounds: int = 200,
+    blocks: int = 2000,
     seed: int = 0,
 ) -> list[Point]:
     """Every policy at every concurrency; deterministic for a seed.
 
-    sampled: the traces come from sampled drafts, which `live-argmax` refuses. rounds: replayed per
-    point. Every policy sees the same requests in the same order. Raises `DraftgraphError` for an
-    empty trace, unequal γ, and a concurrency beyond the table's measured cells.
+    sampled: the traces come from sampled drafts, which `live-argmax` refuses. blocks: drafted
+    blocks counted per point (in at least 30 rounds, after `LAG` that only fill the history);
+    requests start in mid-trace, so that they do not all end at once. Every policy sees the same
+    requests in the same order. Raises `DraftgraphError` for an empty trace, unequal γ, and a
+    concurrency beyond the table's measured cells.
     """
     if not traces:
         raise DraftgraphError("the trace is empty")
@@ -165,8 +167,23 @@ def simulate(
                 f"measured up to {costs.max_requests} requests: profile larger batches, or "
                 "simulate fewer requests"
             )
+
+    def rounds(requests: int) -> int:
+        return max(30, math.ceil(blocks / requests))
+
     return [
-        _replay(traces, costs, policy, requests, gamma, threshold, min_gain, sampled, rounds, seed)
+        _replay(
+            traces,
+            costs,
+            policy,
+            requests,
+            gamma,
+            threshold,
+            min_gain,
+            sampled,
+            rounds(requests),
+            seed,
+        )
         for requests in concurrency
         for policy in policies
     ]
@@ -190,8 +207,10 @@ def _replay(
     tokens = verified = 0
     milliseconds = 0.0
     statuses: dict[str, int] = {}
-    for _ in range(rounds):
+    for number in range(-LAG, rounds):
         if policy == PLAIN:
+            if number < 0:
+                continue
             tokens += requests
             milliseconds += costs.step_ms(requests, requests)
             continue
@@ -210,6 +229,8 @@ def _replay(
         )
         for slot, row in zip(slots, survival(confidence), strict=True):
             slot.remember(row)
+        if number < 0:
+            continue
         accepted = np.minimum([a for _, a in now], schedule.lengths)
         count = int(schedule.lengths.sum())
         tokens += requests + int(accepted.sum())
@@ -234,16 +255,20 @@ class _Slot:
     def __init__(self, traces: Sequence[RequestTrace], rng: np.random.Generator) -> None:
         # One key per slot, so that no policy changes which requests are drawn.
         self.traces, self.rng = traces, np.random.default_rng(int(rng.integers(2**63)))
-        self.trace, self.at = traces[0], len(traces[0].accepted)
         self.history: list[np.ndarray] = []
+        self._draw()
+        self.at = int(self.rng.integers(len(self.trace.accepted)))
 
     def next(self) -> tuple[np.ndarray, int]:
         if self.at == len(self.trace.accepted):
-            self.trace = self.traces[int(self.rng.integers(len(self.traces)))]
-            self.at = 0
-            self.history.clear()
+            self._draw()
         self.at += 1
         return self.trace.confidence[self.at - 1], int(self.trace.accepted[self.at - 1])
+
+    def _draw(self) -> None:
+        self.trace = self.traces[int(self.rng.integers(len(self.traces)))]
+        self.at = 0
+        self.history.clear()
 
     def remember(self, row: np.ndarray) -> None:
         self.history.append(row)

@@ -116,6 +116,7 @@ class TextStream:
         self._ids: list[int] = []
         self._text = ""  # decoded so far
         self._emitted = 0
+        self._stopped = False
 
     def push(self, ids: Sequence[int], stop: Sequence[str]) -> tuple[str, int | None]:
         """New text that is safe to show, and how many of `ids` complete a stop string (or None)."""
@@ -129,6 +130,7 @@ class TextStream:
             found = [at for s in stop if (at := self._text.find(s, searched)) >= 0]
             if found:
                 self._text = self._text[: min(found)]
+                self._stopped = True
                 return self._emit(len(self._text)), count
         held = max((_overlap(self._text, s) for s in stop), default=0)
         return self._emit(len(self._text) - held), None
@@ -136,7 +138,7 @@ class TextStream:
     def finish(self) -> str:
         """The rest of the text: what was held back, and the end of an incomplete character."""
         whole = self._fast.decode(self._ids, skip_special_tokens=True)
-        if whole.startswith(self._text):
+        if not self._stopped and whole.startswith(self._text):
             self._text = whole
         return self._emit(len(self._text))
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 from safetensors.numpy import load_file, save_file
 
 from draftgraph.export.bundle import export_bundle
 from draftgraph.export.checkpoints import read_draft, read_target
+from draftgraph.runtime.backends import onnxruntime_cpu
 from draftgraph.runtime.backends.base import AcceptSampling, Backend, ContextBatch, TokenBatch
 
 GOLDENS_ROOT = Path(__file__).parent / "goldens"
@@ -189,6 +192,15 @@ def write_random_pair(
         (folder / name / "config.json").write_text(json.dumps(config))
         save_file(tensors, folder / name / "model.safetensors")
     return folder / "target", folder / "draft"
+
+
+def open_model(model: onnx.ModelProto) -> ort.InferenceSession:
+    """A session on the process-wide thread pool, for graphs that a test builds or edits."""
+    onnxruntime_cpu._use_one_thread_pool(None)
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    options.log_severity_level = 3  # else it warns when caches are copied, which is fine here
+    return ort.InferenceSession(model.SerializeToString(), options)
 
 
 def run_target(
