@@ -475,7 +475,7 @@ def simulate(
     concurrency: Annotated[
         str | None, typer.Option(help="Numbers of requests. [default: what the table covers]")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds replayed for each point.")] = 200,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks replayed for each point.")] = 2000,
     threshold: Threshold = 0.5,
     sampled: Annotated[
         bool, typer.Option("--sampled", help="The trace comes from sampled drafts.")
@@ -503,7 +503,7 @@ def simulate(
         policies=[PLAIN, *(p for p in POLICIES if not (sampled and p == "live-argmax"))],
         threshold=threshold,
         sampled=sampled,
-        rounds=rounds,
+        blocks=blocks,
         seed=seed,
     )
     print(table_text(points), end="")
