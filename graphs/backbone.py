@@ -59,27 +59,25 @@ class BlockAttention(nn.Module):
         block: ir.Value,
         context: ir.Value,
         past: tuple[ir.Value, ir.Value],
-        rows: tuple[ir.Value, ir.Value],
+        past_length: ir.Value,
         tables: tuple[Table, Table],
         views: tuple[RaggedView, RaggedView],
         mask: ir.Value,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         """block [B·γ, d], context [P, d] -> attention output [B·γ, d] and the updated caches.
 
-        rows: first cache row of the context and of the block, [R] each. views: the padded view of
-        the context [R, X] and of the block [R, γ].
-        The block is written second, over the context rows beyond feature_count, which are garbage.
+        tables and views: of the new cache rows [R, X+γ] and of the block [R, γ]. Context and block
+        go into each cache in one write, because TensorRT allows one update of a cache per run.
         """
         s = self.spec
         q = split_heads(op, views[1].pad(op, self.q_proj(op, block)), s.num_heads, s.head_dim)
         q = op.RotaryEmbedding(self._norm(op, self.q_norm, q), *tables[1])
-        key, value = past
-        for x, row, table, view in zip((context, block), rows, tables, views, strict=True):
-            kv = view.pad(op, self.kv_proj(op, x))
-            kv = split_heads(op, kv, 2 * s.num_kv_heads, s.head_dim)
-            k, v = op.Split(kv, [s.num_kv_heads] * 2, axis=1, _outputs=2)
-            k = op.RotaryEmbedding(self._norm(op, self.k_norm, k), *table)
-            key, value = write_cache(op, key, k, row), write_cache(op, value, v, row)
+        kv = views[0].pad(op, self.kv_proj(op, op.Concat(context, block, axis=0)))
+        kv = split_heads(op, kv, 2 * s.num_kv_heads, s.head_dim)
+        k, v = op.Split(kv, [s.num_kv_heads] * 2, axis=1, _outputs=2)
+        k = op.RotaryEmbedding(self._norm(op, self.k_norm, k), *tables[0])
+        key = write_cache(op, past[0], k, past_length)
+        value = write_cache(op, past[1], v, past_length)
         y = op.Attention(q, key, value, mask, scale=s.head_dim**-0.5, is_causal=0)
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [-1, s.num_heads * s.head_dim])
         return self.o_proj(op, views[1].pack(op, y)), key, value
@@ -116,7 +114,7 @@ class Backbone(nn.Module):
     X are valid; past_length [R] i64, rows already in the draft cache; anchor [B] i64, of the
     requests that draft; request_block [R] i64, the block of each request (any for those that do not
     draft); block_request [B] i64, its inverse; past_key.i / past_value.i [R, K, C, D], updated in
-    place. The cache must have room for past_length + max(X, feature_count + γ) rows.
+    place. The cache must have room for past_length + X + γ rows.
     Outputs: hidden [B, γ, d] f32 (after the final norm); base_logits [B, γ, V] f32; present_*.
 
     The committed tokens occupy positions 0 .. past_length + feature_count - 1 and the anchor the
@@ -162,15 +160,15 @@ class Backbone(nn.Module):
         context = cast(op, self.hidden_norm(op, self.fc(op, rows)), "fp32", dtype)
 
         block_start = op.Add(past_length, feature_count)
-        context_width = axis_size(op, context_cell, 1)
-        context_positions = op.Add(
-            op.Unsqueeze(past_length, [1]), op.Unsqueeze(arange(op, context_width), [0])
-        )
         slots = op.Constant(value=ir.tensor(np.arange(gamma, dtype=np.int64).reshape(1, gamma)))
+        block_cell = _cells(op, request_block, gamma, slots)
+        width = op.Add(axis_size(op, context_cell, 1), op.Constant(value_ints=[gamma]))
+        columns = op.Unsqueeze(arange(op, width), [0])
+        row_positions = op.Add(op.Unsqueeze(past_length, [1]), columns)
         block_positions = op.Add(op.Unsqueeze(block_start, [1]), slots)
         tables = tuple(
             rope_table(op, p, spec, self.max_positions, dtype)
-            for p in (context_positions, block_positions)
+            for p in (row_positions, block_positions)
         )
         block_end = op.Add(op.Unsqueeze(block_start, [1]), op.Constant(value_ints=[gamma - 1]))
         last_visible = op.Add(block_end, op.Mul(slots, op.Constant(value_int=0)))
@@ -184,19 +182,20 @@ class Backbone(nn.Module):
             ids = op.Concat(ids, op.Add(zero_column, masks), axis=1)
         x = self.embed_tokens(op, op.Reshape(ids, [-1]))
 
-        # Block slot j of block b is packed token b·γ + j.
+        # Slot j of block b is packed token b·γ + j, and row P + b·γ + j behind the context's rows.
+        # The new cache rows of a request are its context, its block, then garbage.
+        column = op.Sub(columns, op.Unsqueeze(feature_count, [1]))  # 0 is the anchor
+        zero, last = op.Constant(value_int=0), op.Constant(value_int=gamma - 1)
+        slot = op.Min(op.Max(column, zero), last)
+        in_block = op.Add(_cells(op, request_block, gamma, slot), axis_size(op, feature_index, 0))
+        in_context = op.Concat(context_cell, block_cell, axis=1)  # the right part is never chosen
         views = (
-            RaggedView(context_cell, None),
-            RaggedView(
-                _cells(op, request_block, gamma, slots),
-                op.Reshape(_cells(op, block_request, gamma, slots), [-1]),
-            ),
+            RaggedView(op.Where(op.Less(column, zero), in_context, in_block), None),
+            RaggedView(block_cell, op.Reshape(_cells(op, block_request, gamma, slots), [-1])),
         )
         present = []
         for i, layer in enumerate(self.layers):
-            x, key, value = layer(
-                op, x, context, past[i], (past_length, block_start), tables, views, mask
-            )
+            x, key, value = layer(op, x, context, past[i], past_length, tables, views, mask)
             present.append((key, value))
         hidden = self.norm(op, x)
         logits = cast(op, self.lm_head(op, cast(op, hidden, "fp32", dtype)), dtype, "fp32")
@@ -208,5 +207,5 @@ class Backbone(nn.Module):
 
 
 def _cells(op: Any, block: ir.Value, gamma: int, slots: ir.Value) -> ir.Value:
-    """block·γ + slot for block [n] and slots [1, γ]: [n, γ]."""
+    """block·γ + slot for block [n] and slots [1 or n, k]: [n, k]."""
     return op.Add(op.Mul(op.Unsqueeze(block, [1]), op.Constant(value_int=gamma)), slots)

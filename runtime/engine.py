@@ -46,7 +46,7 @@ class Request:
     context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the last call
     rounds: list[Round] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    new_text: str = ""  # decoded by the last step
+    new_text: str = ""  # decoded since a stream took it
     survivals: list[np.ndarray] = field(default_factory=list)  # a_1 … a_γ of its last rounds
     switch: OffSwitch | None = None  # decides whether it drafts; None: always
     statuses: Counter[str] = field(default_factory=Counter)  # what its schedules reported
@@ -170,7 +170,7 @@ class Engine:
         for request in drafting:
             counts[request.slot] = request.new_context
         anchor = np.array([r.ids[-1] for r in drafting])
-        room = int((rows + np.maximum(counts + gamma, counts.max())).max())
+        room = int(rows.max()) + max(1, int(counts.max())) + gamma
         self.backend.reserve(len(self._slots), 0, room)
         self.backend.backbone(
             ContextBatch(
@@ -335,7 +335,8 @@ class Engine:
             kept = kept[: stop_at + 1]
             request.finish_reason = "stop"
         if request.text is not None:
-            request.new_text, count = request.text.push(kept, request.params.stop)
+            text, count = request.text.push(kept, request.params.stop)
+            request.new_text += text
             if count is not None:
                 kept = kept[:count]
                 request.finish_reason = "stop"

@@ -220,14 +220,15 @@ def run_target(
 def run_backbone(
     backend: Backend, rows: list[list[int]], past: list[int], anchors: list[int]
 ) -> None:
-    """One backbone call; `rows` names the feature rows that became context, per request.
-
-    Shorter lists are padded with row 0: cells past the count may name any row.
-    """
-    width = max(len(r) for r in rows)
-    index = np.array([[*r, *[0] * (width - len(r))] for r in rows], np.int64).reshape(-1, width)
+    """One backbone call; `rows` names the feature rows that became context, per request."""
     backend.backbone(
-        ContextBatch(index, np.array([len(r) for r in rows]), np.array(past), np.array(anchors))
+        ContextBatch(
+            counts=np.array([len(r) for r in rows]),
+            index=np.array([i for r in rows for i in r], np.int64),
+            past_length=np.array(past),
+            slots=np.arange(len(rows)),
+            anchor=np.array(anchors),
+        )
     )
 
 
@@ -236,9 +237,9 @@ def greedy_acceptance(lengths: list[int]) -> AcceptSampling:
     r = len(lengths)
     zeros = np.zeros(r, np.float32)
     return AcceptSampling(
+        slots=np.arange(r),
         verify_length=np.array(lengths),
         temperature=zeros,
-        draft_temperature=zeros,
         top_k=np.zeros(r, np.int64),
         top_p=np.ones(r, np.float32),
         accept_uniform=None,

@@ -197,9 +197,11 @@ class OnnxRuntimeCpu:
         drafting = np.zeros(len(ends), bool)
         slots = context.slots - context.first_slot
         drafting[slots] = True
-        self._check_room("backbone", context.past_length, int(context.counts.max()))
-        self._check_room("backbone", ends, gamma)
+        width = max(1, int(context.counts.max()))
+        self._check_room("backbone", context.past_length, width + gamma)
         features, index = self._with_held(context)
+        if not len(index):  # nothing new: a row that no cell counts
+            index = np.zeros(1, np.int64)
         context_cell, _ = _padded_cells(context.counts, len(index))
         self._tensors["context_features"] = features
         self._run(

@@ -74,13 +74,18 @@ def chunks(ids: list[list[int]], past: list[int]) -> Arrays:
 def block(
     features: np.ndarray, rows: list[list[int]], past: list[int], anchors: list[int]
 ) -> Arrays:
-    width = max(len(r) for r in rows)
+    counts = np.array([len(r) for r in rows], np.int64)
+    starts, columns = np.cumsum(counts) - counts, np.arange(counts.max())
+    everyone = np.arange(len(rows))
     return {
         "features": features,
-        "feature_index": np.array([[*r, *[0] * (width - len(r))] for r in rows], np.int64),
-        "feature_count": np.array([len(r) for r in rows], np.int64),
+        "feature_index": np.array([i for r in rows for i in r], np.int64),
+        "context_cell": starts[:, None] + np.minimum(columns, np.maximum(counts - 1, 0)[:, None]),
+        "feature_count": counts,
         "past_length": np.array(past, np.int64),
         "anchor": np.array(anchors, np.int64),
+        "request_block": everyone,
+        "block_request": everyone,
     }
 
 
@@ -253,7 +258,7 @@ def test_context_rows_past_the_count_are_ignored(backbone: Graph) -> None:
         inputs = block(features, [list(range(width))], [0], [5])
         inputs["feature_count"] = np.array([count])
         expected, _ = backbone(inputs, backbone.caches(1))
-        inputs["feature_index"] = np.where(np.arange(width) < count, np.arange(width), width)[None]
+        inputs["feature_index"] = np.where(np.arange(width) < count, np.arange(width), width)
         found, _ = backbone(inputs, backbone.caches(1))
         np.testing.assert_array_equal(found["hidden"], expected["hidden"])
         assert np.isfinite(found["hidden"]).all()

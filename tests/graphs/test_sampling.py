@@ -318,6 +318,7 @@ def problem(vocab: int, requests: int, seed: int) -> Arrays:
         "token_request": np.repeat(np.arange(requests), lengths + 1),
         "draft_ids": ids,
         "draft_logits": draft,
+        "request_block": np.arange(requests),
         "verify_length": lengths,
         "accept_uniform": rng.random((requests, GAMMA)).astype(np.float32),
         "sample_uniform": rng.random(requests).astype(np.float32),
@@ -341,6 +342,7 @@ def alone(inputs: Arrays, r: int) -> Arrays:
     rows = inputs["token_request"] == r
     packed = {"target_logits": inputs["target_logits"][rows]}
     packed["token_request"] = np.zeros(rows.sum(), np.int64)
+    packed["request_block"] = np.zeros(1, np.int64)
     packed["cell_token"] = inputs["cell_token"][r : r + 1] - np.flatnonzero(rows)[0]
     return {n: packed.get(n, v[r : r + 1]) for n, v in inputs.items()}
 
@@ -405,6 +407,7 @@ def single(vocab: int, target: list[list[float]], ids: list[int], **changes: Any
         "token_request": np.zeros(n + 1, np.int64),
         "draft_ids": np.array([[*ids, *[0] * (GAMMA - n)]]),
         "draft_logits": np.zeros((1, GAMMA, vocab), np.float32),
+        "request_block": np.zeros(1, np.int64),
         "verify_length": np.array([n]),
         "accept_uniform": np.zeros((1, GAMMA), np.float32),
         "sample_uniform": np.array([0.5], np.float32),

@@ -83,9 +83,9 @@ def decode(backend: OnnxRuntimeCpu, cases: list[Case]) -> list[Trace]:
         run_target(backend, chunks, [len(t.ids) - 1 for t in traces])
         accepted, next_id = backend.accept(
             AcceptSampling(
+                slots=np.arange(len(cases)),
                 verify_length=np.array(widths),
                 temperature=np.array([c.temperature for c in cases], np.float32),
-                draft_temperature=temperature,
                 top_k=np.array([c.top_k for c in cases]),
                 top_p=np.array([c.top_p for c in cases], np.float32),
                 accept_uniform=draw(Purpose.ACCEPT) if sampled else None,

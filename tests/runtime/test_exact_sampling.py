@@ -102,9 +102,9 @@ class Lockstep:
         ids = np.tile(np.array(prompt[:-1], np.int64), requests)
         lengths = np.full(requests, rows)
         backend.target(TokenBatch(ids, lengths, np.zeros(requests, np.int64)))
-        index = np.arange(requests * rows).reshape(requests, rows)
-        anchor = np.full(requests, prompt[-1])
-        backend.backbone(ContextBatch(index, lengths, np.zeros(requests, np.int64), anchor))
+        anchor, self.slots = np.full(requests, prompt[-1]), np.arange(requests)
+        none = np.zeros(requests, np.int64)
+        backend.backbone(ContextBatch(lengths, np.arange(len(ids)), none, self.slots, anchor))
         self.rewind()
 
     def rewind(self) -> None:
@@ -113,7 +113,7 @@ class Lockstep:
         self.length = np.full(r, p)  # committed ids, the anchor included
         self.anchor = np.full(r, self.prompt[-1])
         self.draft_rows = np.full(r, p - 1)
-        self.index, self.count = np.zeros((r, 1), np.int64), np.zeros(r, np.int64)
+        self.index, self.count = np.zeros(0, np.int64), np.zeros(r, np.int64)
 
     def round(
         self,
@@ -136,7 +136,9 @@ class Lockstep:
         def every(value: float) -> np.ndarray:
             return np.full(r, value, np.float32)
 
-        self.backend.backbone(ContextBatch(self.index, self.count, self.draft_rows, self.anchor))
+        self.backend.backbone(
+            ContextBatch(self.count, self.index, self.draft_rows, self.slots, self.anchor)
+        )
         self.draft_rows = self.draft_rows + self.count
         draft_temperature = every(setting.draft_temperature)
         draws = draw(self.length, GAMMA, Purpose.DRAFT)
@@ -144,11 +146,13 @@ class Lockstep:
         tokens = np.concatenate([self.anchor[:, None], drafts], axis=1)
         verified = tokens[np.arange(GAMMA + 1) <= widths[:, None]]
         self.backend.target(TokenBatch(verified, widths + 1, self.length - 1))
+        if scored_as is not None:
+            self.backend._draft_temperature = every(scored_as)
         accepted, next_id = self.backend.accept(
             AcceptSampling(
+                slots=self.slots,
                 verify_length=widths,
                 temperature=every(setting.temperature),
-                draft_temperature=draft_temperature if scored_as is None else every(scored_as),
                 top_k=np.full(r, setting.top_k),
                 top_p=every(setting.top_p),
                 accept_uniform=draw(self.length, GAMMA, Purpose.ACCEPT),
@@ -160,7 +164,7 @@ class Lockstep:
         self.count = accepted + 1
         starts = np.cumsum(widths + 1) - widths - 1
         columns = np.arange(setting.width + 1)
-        self.index = starts[:, None] + np.minimum(columns, accepted[:, None])
+        self.index = (starts[:, None] + columns)[columns <= accepted[:, None]]
         self.length = self.length + self.count
         self.anchor = next_id.copy()
         return new, self.count
