@@ -311,9 +311,7 @@ class Engine:
             if surplus:
                 del request.ids[-surplus:]
                 last = request.rounds[-1]  # only a round commits several ids
-                request.rounds[-1] = replace(
-                    last, accepted=min(last.accepted, count), next_id=None
-                )
+                request.rounds[-1] = replace(last, accepted=min(last.accepted, count), next_id=None)
             request.finish_reason = "stop"
         return text
 

@@ -144,7 +144,7 @@ def test_pick(size: int) -> None:
     rows = len(temperature)
     logits = (4 * rng.standard_normal((rows, size)) + 500).astype(np.float32)
     uniform = rng.random(rows).astype(np.float32)
-    inputs = {"logits": logits, "temperature": temperature, "uniform": uniform}
+    inputs: Arrays = {"logits": logits, "temperature": temperature, "uniform": uniform}
     (ids,) = run(pick_model(size), inputs)
     for r in range(rows):
         one = {name: value[r : r + 1] for name, value in inputs.items()}
@@ -206,9 +206,7 @@ def processed(logits: np.ndarray, temperature: Any, top_k: Any, top_p: Any) -> n
     return run(filter_model(logits.shape[1]), inputs)[0]
 
 
-COMBINATIONS = [
-    (k, p) for k in (0, 1, 2, 5, 50, 10**9) for p in (1.0, 0.999, 0.9, 0.5, 0.1, 1e-6)
-]
+COMBINATIONS = [(k, p) for k in (0, 1, 2, 5, 50, 10**9) for p in (1.0, 0.999, 0.9, 0.5, 0.1, 1e-6)]
 
 
 @pytest.mark.parametrize("size", [8, 100, 1025, 3000])

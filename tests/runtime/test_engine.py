@@ -177,7 +177,7 @@ def test_capacity_is_exact(bundle: Callable[..., Path], engine: EngineFactory) -
 
     with pytest.raises(DraftgraphError, match=f"capacity of 64 leaves {room}"):
         small.generate(prompt, dataclasses.replace(full, max_new_tokens=room + 1))
-    with pytest.raises(DraftgraphError, match="prompt has 64 tokens.*capacity is 64"):
+    with pytest.raises(DraftgraphError, match=r"prompt has 64 tokens.*capacity is 64"):
         small.generate([1] * 64, full)
     last = small.generate([1] * 63, dataclasses.replace(full, max_new_tokens=1))
     assert len(last.token_ids) == 1
@@ -277,9 +277,10 @@ def test_stop_ids_of_the_checkpoint(engine: EngineFactory, tmp_path: Path) -> No
     assert runner.bundle.target.stop_ids == tuple(stops)
     output = runner.generate(prompt_of(), SamplingParams(max_new_tokens=40))
     assert output.token_ids == whole.token_ids[: whole.token_ids.index(stops[1]) + 1]
-    assert runner.generate(
-        prompt_of(), SamplingParams(max_new_tokens=40, **NO_STOP)
-    ).token_ids == whole.token_ids
+    assert (
+        runner.generate(prompt_of(), SamplingParams(max_new_tokens=40, **NO_STOP)).token_ids
+        == whole.token_ids
+    )
 
 
 def test_stop_comes_before_the_budget(engine: EngineFactory) -> None:
@@ -334,9 +335,7 @@ def test_seeds_reach_every_draw(lively: Engine) -> None:
     assert varies(sampled, first, draft)
     assert not varies(greedy, first, draft)
     assert varies(greedy, draft, lambda o: o.rounds[0].accepted)
-    assert varies(
-        greedy, lambda o: (draft(o), o.rounds[0].accepted), lambda o: o.rounds[0].next_id
-    )
+    assert varies(greedy, lambda o: (draft(o), o.rounds[0].accepted), lambda o: o.rounds[0].next_id)
 
 
 def test_a_longer_budget_continues_the_same_draws(engine: EngineFactory) -> None:
@@ -344,9 +343,7 @@ def test_a_longer_budget_continues_the_same_draws(engine: EngineFactory) -> None
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_new_tokens=40, **NO_STOP)
     long = engine(NAME).generate(prompt_of(), params)
     boundary = long.rounds[5].start + 1 - len(long.prompt_ids)
-    short = engine(NAME).generate(
-        prompt_of(), dataclasses.replace(params, max_new_tokens=boundary)
-    )
+    short = engine(NAME).generate(prompt_of(), dataclasses.replace(params, max_new_tokens=boundary))
     assert short.token_ids[: boundary - 1] == long.token_ids[: boundary - 1]
 
 
@@ -513,8 +510,10 @@ def test_statistics(engine: EngineFactory, golden: Callable[[str], Golden]) -> N
 
 
 def test_statistics_of_plain_decoding(engine: EngineFactory) -> None:
-    s = engine(NAME).generate(
-        prompt_of(), SamplingParams(max_new_tokens=9, **NO_STOP), speculative=False
-    ).stats
+    s = (
+        engine(NAME)
+        .generate(prompt_of(), SamplingParams(max_new_tokens=9, **NO_STOP), speculative=False)
+        .stats
+    )
     assert (s.generated_tokens, s.rounds, s.drafted, s.verified, s.accepted) == (9, 0, 0, 0, 0)
     assert (s.tau, s.accepted_per_verified, s.accepted_per_drafted) == (None, None, None)

@@ -81,9 +81,7 @@ def test_stop_string_anywhere(length: int, speculative: bool, text_engine: Engin
         assert output.finish_reason == "stop"
         # The tokens end with the one that completed the string: one character is one token here.
         assert output.token_ids == whole.token_ids[: end + length]
-        streamed = "".join(
-            text_engine.stream(PROMPT, stopping(stop), speculative=speculative)
-        )
+        streamed = "".join(text_engine.stream(PROMPT, stopping(stop), speculative=speculative))
         assert streamed == output.text
         if speculative and end + length < 60:  # tokens that were cut are not counted
             counted = sum(r.accepted + (r.next_id is not None) for r in output.rounds)
@@ -200,9 +198,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         "{{ messages.append(1) }}",
     ],
 )
-def test_chat_templates_run_in_a_sandbox(
-    template: str, text_bundle: Path, tmp_path: Path
-) -> None:
+def test_chat_templates_run_in_a_sandbox(template: str, text_bundle: Path, tmp_path: Path) -> None:
     """A template comes with a downloaded model: it may format text and nothing else."""
     tokenizer = with_template(text_bundle, tmp_path / "bundle", template)
     try:
@@ -226,9 +222,7 @@ def test_what_templates_use(text_bundle: Path, tmp_path: Path) -> None:
     ("template", "message"),
     [("{{ raise_exception('no system role') }}", "no system role"), ("{% for %}", "refused")],
 )
-def test_template_errors(
-    template: str, message: str, text_bundle: Path, tmp_path: Path
-) -> None:
+def test_template_errors(template: str, message: str, text_bundle: Path, tmp_path: Path) -> None:
     tokenizer = with_template(text_bundle, tmp_path / "bundle", template)
     with pytest.raises(DraftgraphError, match=message):
         tokenizer.render_chat(MESSAGES)
@@ -245,5 +239,5 @@ def test_without_a_tokenizer(engine: Callable[..., Engine]) -> None:
         lambda: next(runner.stream([1, 2])),
         lambda: runner.tokenizer.decode([1]),
     ):
-        with pytest.raises(DraftgraphError, match="no tokenizer.*give the prompt as token ids"):
+        with pytest.raises(DraftgraphError, match=r"no tokenizer.*give the prompt as token ids"):
             call()
