@@ -165,13 +165,14 @@ class _Validation:
             self._truncated()
         if not self.bundle.draft.has_confidence:
             self.checks.pop("confidence", None)
-        checks = {name: c.verdict(self.bundle.dtype) for name, c in sorted(self.checks.items())}
+        # In the order of computation: a message names the cause, not what follows from it.
+        checks = {name: check.verdict(self.bundle.dtype) for name, check in self.checks.items()}
         return {
             "dtype": self.bundle.dtype,
             "tolerance": TOLERANCE[self.bundle.dtype],
             "minimum_agreement": AGREEMENT[self.bundle.dtype],
             "prompt_lengths": [len(p) for p in self.prompts],
-            "checks": checks,
+            "checks": dict(sorted(checks.items())),
         }
 
     def _batch(

@@ -146,15 +146,23 @@ def _parse(root: Path, manifest: dict[str, Any]) -> Bundle:
 
     if manifest["dtype"] not in ("fp32", "fp16", "bf16"):
         raise DraftgraphError(f"{where}: unknown dtype {manifest['dtype']!r}")
-    for name in manifest["files"]:
+    files = {
+        name: {"sha256": entry["sha256"], "bytes": entry["bytes"]}
+        for name, entry in manifest["files"].items()
+    }
+    for name in files:
         _check_name(where, name)
     for entry in manifest["graphs"].values():
-        for name in filter(None, (entry["file"], entry["cpu_file"])):
-            _check_name(where, name)
+        _check_name(where, entry["file"])
+        if entry["cpu_file"] is not None:
+            _check_name(where, entry["cpu_file"])
+    longest = manifest["max_seq_len"]
+    if type(longest) is not int or longest < 1:
+        raise DraftgraphError(f"{where}: max_seq_len is {longest!r}; export the bundle again")
     return Bundle(
         path=root,
         dtype=manifest["dtype"],
-        max_seq_len=int(manifest["max_seq_len"]),
+        max_seq_len=longest,
         markov_top_k=manifest["markov_top_k"],
         target=from_dict(TargetContract, manifest["target"], f"{where}: target"),
         draft=from_dict(DraftContract, manifest["draft"], f"{where}: draft"),
@@ -169,7 +177,7 @@ def _parse(root: Path, manifest: dict[str, Any]) -> Bundle:
             )
             for name, e in manifest["graphs"].items()
         },
-        files=manifest["files"],
+        files=files,
         manifest=manifest,
     )
 

@@ -13,7 +13,8 @@ from draftgraph.runtime import Engine, SamplingParams, load_bundle
 from draftgraph.runtime.backends.base import DraftSampling
 from draftgraph.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 
-# Absolute, fp32. The largest errors measured: see the comment at each use.
+# Absolute, fp32. Largest errors measured: logits 5.3e-6, features 1.8e-6, hidden states 1.4e-6,
+# base and corrected logits 2.0e-6, confidence logits 6.0e-7.
 TENSORS = 2e-4
 CONFIDENCE = 1e-4
 
@@ -47,7 +48,7 @@ def test_tokens_and_rounds(name: str, golden: GoldenLoader, engine: Callable[...
             assert found.next_id == reference["next_token"]
             if reference["confidence"] is None:
                 assert found.confidence is None
-            else:  # largest error measured: 1.9e-7
+            else:  # largest error measured: 1.8e-7
                 np.testing.assert_allclose(
                     found.confidence, reference["confidence"], rtol=0, atol=CONFIDENCE
                 )

@@ -145,7 +145,7 @@ def test_pick(size: int) -> None:
     rows = len(temperature)
     logits = (4 * rng.standard_normal((rows, size)) + 500).astype(np.float32)
     uniform = rng.random(rows).astype(np.float32)
-    inputs = {"logits": logits, "temperature": temperature, "uniform": uniform}
+    inputs: Arrays = {"logits": logits, "temperature": temperature, "uniform": uniform}
     (ids,) = run(pick_model(size), inputs)
     for r in range(rows):
         one = {name: value[r : r + 1] for name, value in inputs.items()}

@@ -156,6 +156,6 @@ def test_writes_past_the_capacity_are_refused(bundle: Callable[..., Path]) -> No
     with pytest.raises(ValueError, match=f"target: {capacity + 1} cache rows needed"):
         run_target(backend, [[1, 2]], [capacity - 1])
     run_target(backend, [[1, 2]], [capacity - 2])
-    with pytest.raises(ValueError, match="backbone: .* cache rows needed"):
+    with pytest.raises(ValueError, match=r"backbone: .* cache rows needed"):
         run_backbone(backend, [[0, 1]], [capacity - GAMMA], [3])
     run_backbone(backend, [[0]], [capacity - GAMMA - 1], [3])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 EXPORT_ONLY = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "ml_dtypes")
 
@@ -21,18 +20,18 @@ def imported(code: str) -> set[str]:
 
 def test_the_runtime_imports_no_export_tools() -> None:
     modules = imported("import draftgraph.runtime")
-    assert {"onnxruntime", "numpy", "tokenizers"} <= modules
+    assert {"numpy", "tokenizers"} <= modules
     assert modules.isdisjoint(EXPORT_ONLY)
 
 
-@pytest.mark.parametrize("name", ["qwen3-vanilla"])
-def test_generating_imports_no_export_tools(name: str, bundle) -> None:  # type: ignore[no-untyped-def]
-    path: Path = bundle(name)
+def test_generating_imports_no_export_tools(bundle: Callable[..., Path]) -> None:
+    path = bundle("qwen3-vanilla")
     modules = imported(
         "from draftgraph.runtime import Engine, SamplingParams\n"
         f"engine = Engine.load({str(path)!r})\n"
         "engine.generate([1, 2, 3], SamplingParams(max_new_tokens=12, temperature=1.0, top_k=5))"
     )
+    assert "onnxruntime" in modules
     assert modules.isdisjoint(EXPORT_ONLY)
 
 

@@ -240,5 +240,5 @@ def test_without_a_tokenizer(engine: Callable[..., Engine]) -> None:
         lambda: next(runner.stream([1, 2])),
         lambda: runner.tokenizer.decode([1]),
     ):
-        with pytest.raises(DraftgraphError, match="no tokenizer.*give the prompt as token ids"):
+        with pytest.raises(DraftgraphError, match=r"no tokenizer.*give the prompt as token ids"):
             call()
