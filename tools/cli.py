@@ -511,6 +511,50 @@ def simulate(
         write_text(svg, plot_svg(points))
 
 
+@app.command()
+def build(
+    bundle: BundlePath,
+    backend: Annotated[Literal["tensorrt", "tensorrt-rtx"], typer.Option()] = "tensorrt-rtx",
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Device to build for, TensorRT-RTX only; repeatable. [default: 8.6, 8.9, 12.0]",
+            show_default=False,
+        ),
+    ] = None,
+    capacity: Annotated[
+        int | None, typer.Option(help="Cache rows per request, fixed in the engine. Required.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Most requests of one call.")] = 8,
+    prefill_len: Annotated[int, typer.Option(help="Most prompt tokens of one call.")] = 1024,
+    workspace: Annotated[
+        int | None, typer.Option(min=1, help="Limit of scratch memory in MiB.")
+    ] = None,
+    graph: Annotated[
+        list[str] | None, typer.Option(help="Only this graph; repeatable.", show_default=False)
+    ] = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Build even where the engine is there.")
+    ] = False,
+) -> None:
+    """Compile the graphs of an fp16 or bf16 bundle into TensorRT engines."""
+    try:
+        from ..export.engines import EngineOptions
+    except ImportError as error:
+        raise _missing_extra(error, "build", "export") from None
+    from .build import build as run
+
+    options = EngineOptions(
+        backend,
+        capacity,
+        tuple(compute_capability or ()),
+        max_batch=max_batch,
+        prefill_len=prefill_len,
+        workspace_mib=workspace,
+    )
+    run(bundle, options, graphs=graph, rebuild=rebuild)
+
+
 def _missing_extra(error: ImportError, command: str, extra: str) -> Exception:
     """The error of a command whose extra is not installed; any other import error as it is."""
     module = (error.name or "").split(".")[0]

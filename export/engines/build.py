@@ -239,7 +239,7 @@ def _timing_cache(config: Any, folder: Path) -> Any:
 def _progress_monitor(trt: Any, graph: str, report: Report) -> Any:
     """Reports where the builder is, at most once a second."""
 
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+    class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.steps: dict[str, int] = {}

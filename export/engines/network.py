@@ -22,7 +22,7 @@ class LogKeeper:
         keeper = self
         self.errors: list[str] = []
 
-        class Logger(trt.ILogger):  # type: ignore[misc]
+        class Logger(trt.ILogger):
             def __init__(self) -> None:
                 trt.ILogger.__init__(self)
 
@@ -130,8 +130,8 @@ def check_attention(trt: Any, network: Any, path: Any, layers: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             kind = a.causal_kind
-        if a.mask is None or kind != trt.CausalMaskKind.NONE:
-            raise DraftgraphError(
-                f"{path}: TensorRT's parser left {a.name} "
-                f"{'without its mask' if a.mask is None else f'with causal kind {kind.name}'}"
-            )
+        lost = "" if a.mask is not None else "without its mask"
+        if kind != trt.CausalMaskKind.NONE:
+            lost = f"with causal kind {kind.name}"
+        if lost:
+            raise DraftgraphError(f"{path}: TensorRT's parser left {a.name} {lost}")

@@ -55,9 +55,9 @@ def an_output(rounds: list[Round], tpot_ms: float = 10.0, ids: list[int] | None 
         ttft_ms=5.0,
         tpot_ms=tpot_ms,
         total_ms=100.0,
-        prefill_ms=5.0,
         phase_ms=phases,
         host_ms=2.0,
+        schedules={},
     )
     return Output([1, 2], ids, None, "length", rounds, stats)
 
