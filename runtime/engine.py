@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,65 +17,16 @@ from .bundle import Bundle, load_bundle
 from .calibration import Calibration
 from .costs import CostTable, find_costs
 from .offswitch import OffSwitch
-from .results import PHASES, FinishReason, Output, Round, Stats
-from .sampling import Purpose, SamplingParams, uniforms
+from .request import Draft, Request
+from .results import Output, Round
+from .sampling import Purpose, SamplingParams
 from .scheduler import COST_BASED, POLICIES, ScheduleInput, lagged_survival, survival
-from .tokenizer import Prompt, TextStream, Tokenizer
+from .tokenizer import Prompt, Tokenizer
 
 # Made for a bundle after its export, kept in its directory.
 CALIBRATION, COSTS = "calibration.json", "costs"
 # Longest chunk of a prompt in one target call; bounds the size of intermediate tensors.
 PREFILL_CHUNK = 512
-
-
-@dataclass
-class Request:
-    """One sequence being decoded. The last id is the anchor: committed, not yet in any cache."""
-
-    ids: list[int]  # prompt and generated
-    prompt_length: int
-    params: SamplingParams
-    stops: frozenset[int]
-    speculative: bool
-    number: int  # keys the random numbers together with the seed
-    text: TextStream | None
-    slot: int = -1
-    draft_rows: int = 0  # rows in the drafter's cache
-    held_rows: int = 0  # committed rows whose features the backend holds
-    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the last call
-    rounds: list[Round] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    new_text: str = ""  # decoded since a stream took it
-    survivals: list[np.ndarray] = field(default_factory=list)  # a_1 … a_γ of its last rounds
-    switch: OffSwitch | None = None  # decides whether it drafts; None: always
-    statuses: Counter[str] = field(default_factory=Counter)  # what its schedules reported
-    clock: _Clock | None = None
-
-    @property
-    def generated(self) -> list[int]:
-        return self.ids[self.prompt_length :]
-
-    @property
-    def budget(self) -> int:
-        """Tokens it may still produce."""
-        return self.params.max_new_tokens - (len(self.ids) - self.prompt_length)
-
-    @property
-    def new_context(self) -> int:
-        """Committed rows that the drafter's cache lacks."""
-        return self.held_rows + len(self.context)
-
-    def uniforms(self, count: int, purpose: Purpose) -> np.ndarray:
-        """Draws for the slots after the anchor."""
-        return uniforms(self.params.seed, self.number, len(self.ids), count, purpose)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """The drafted block of one request."""
-
-    ids: np.ndarray  # [γ]
-    confidence: np.ndarray | None  # [γ] after the sigmoid
 
 
 class Engine:
@@ -401,15 +351,14 @@ class Engine:
                 request.slot = slot
                 self._slots[slot] = request
                 self._prefill(request)
-                assert request.clock is not None
-                request.clock.first_token(self)
+                stepped = self._step_seconds + time.perf_counter() - self._step_start
+                request.clock.first_token(self.backend.seconds, stepped)
                 if request.finish_reason:
                     ended.append(request)
         return ended
 
     def _leave(self, request: Request) -> None:
-        assert request.clock is not None
-        request.clock.ended(self)
+        request.clock.ended(self.backend.seconds, self._step_seconds)
         self._slots[request.slot] = None
         self.backend.release(request.slot)
 
@@ -484,7 +433,7 @@ class Engine:
         the vocabulary.
         """
         request = self._start(prompt, params, speculative)
-        while request.clock is None or not request.clock.done:
+        while not request.clock.done:
             self._guarded_step()
         return self.output(request)
 
@@ -512,7 +461,7 @@ class Engine:
 
     def output(self, request: Request) -> Output:
         """The result of a request that has ended."""
-        assert request.clock is not None and request.finish_reason is not None
+        assert request.finish_reason is not None
         if request.text is not None:
             request.text.finish()
         return Output(
@@ -578,58 +527,9 @@ class Engine:
         request = Request(
             ids, len(ids), params, params.stops(self.bundle.target), speculative, number, text
         )
-        request.clock = _Clock()
         wanted = params.off_switch
         if wanted is None:
             wanted = params.scheduler in COST_BASED
         if wanted and speculative and self.costs is not None:
             request.switch = OffSwitch(horizon=params.max_new_tokens)
         return request
-
-
-class _Clock:
-    """Wall time of one request, and device time by phase of the steps it took part in."""
-
-    def __init__(self) -> None:
-        self.start = self.first = self.end = time.perf_counter()
-        self.phases: dict[str, float] = {}
-        self.steps = 0.0
-        self.done = False
-
-    def first_token(self, engine: Engine) -> None:
-        self.first = time.perf_counter()
-        self.phases = {p: engine.backend.seconds.get(p, 0.0) for p in PHASES}
-        # The step in progress is not counted yet; prefill is its part before now.
-        self.steps = engine._step_seconds + (self.first - engine._step_start)
-
-    def ended(self, engine: Engine) -> None:
-        self.end, self.done = time.perf_counter(), True
-        seconds = engine.backend.seconds
-        self.phases = {p: seconds.get(p, 0.0) - self.phases[p] for p in PHASES}
-        self.steps = engine._step_seconds - self.steps
-
-    def stats(self, request: Request) -> Stats:
-        rounds = request.rounds
-        drafted = sum(len(r.draft_ids) for r in rounds)
-        verified = sum(r.verified for r in rounds)
-        accepted = sum(r.accepted for r in rounds)
-        committed = accepted + sum(r.next_id is not None for r in rounds)
-        count = len(request.generated)
-        after_first = self.end - self.first
-        return Stats(
-            prompt_tokens=request.prompt_length,
-            generated_tokens=count,
-            rounds=len(rounds),
-            drafted=drafted,
-            verified=verified,
-            accepted=accepted,
-            tau=committed / len(rounds) if rounds else None,
-            accepted_per_verified=accepted / verified if verified else None,
-            accepted_per_drafted=accepted / drafted if drafted else None,
-            ttft_ms=1e3 * (self.first - self.start),
-            tpot_ms=1e3 * after_first / (count - 1) if count > 1 else None,
-            total_ms=1e3 * (self.end - self.start),
-            phase_ms={p: 1e3 * s for p, s in self.phases.items()},
-            host_ms=1e3 * max(0.0, self.steps - sum(self.phases.values())),
-            schedules={status: n for status, n in request.statuses.items() if n},
-        )
