@@ -91,8 +91,18 @@ class Engine:
     def step(self) -> list[Request]:
         """One round for every running request; returns those that ended.
 
-        Requests that wait take free slots first, and their prompts are prefilled.
+        Requests that wait take free slots first, and their prompts are prefilled. An error drops
+        all requests and leaves the engine free.
         """
+        try:
+            return self._step()
+        except BaseException:
+            slots = len(self._slots)
+            self._open_slots(0)  # a NaN that stays in a cache would poison later requests
+            self._open_slots(slots)
+            raise
+
+    def _step(self) -> list[Request]:
         self._step_start = time.perf_counter()
         ended = self._admit()
         running = self._running()
@@ -167,7 +177,9 @@ class Engine:
                     sampled=np.array([r.params.draft_temperature > 0 for r in running]) & asks,
                     lagged=lagged_survival([r.survivals for r in running], self.gamma),
                     costs=self.costs,
-                    min_gain=min(r.params.min_gain for r in running),
+                    min_gain=min(
+                        r.params.min_gain for r in running if r.params.scheduler == policy
+                    ),
                 )
             )
             lengths = np.where(asks, schedule.lengths, lengths)
@@ -268,9 +280,6 @@ class Engine:
         )
         if (next_ids < 0).any():
             position = len(requests[int(next_ids.argmin())].ids)
-            slots = len(self._slots)
-            self._open_slots(0)  # a NaN that stays in a cache would poison later requests
-            self._open_slots(slots)
             raise DraftgraphError(
                 f"the target's logits are not finite at position {position}; if the bundle is "
                 "fp16, export it with --dtype bf16 or fp32"
@@ -316,9 +325,11 @@ class Engine:
         """
         if self.costs is None or not any(r.switch for r in running):
             return
-        count = len(running)
+        count, tokens = len(running), len(running) + sum(lengths)
+        if not self.costs.covers(count, tokens):
+            return  # the schedules verify everything then
         plain = self.costs.step_ms(count, count)
-        spent = self.costs.step_ms(count, count + sum(lengths))
+        spent = self.costs.step_ms(count, tokens)
         if drafts:
             spent += self.costs.draft(len(drafts))
         for request, length in zip(running, lengths, strict=True):
@@ -419,7 +430,7 @@ class Engine:
         self._open_slots(min(self.max_requests, len(requests)))
         self._waiting.extend(requests)
         while self.busy:
-            self._guarded_step()
+            self.step()
         return [self.output(r) for r in requests]
 
     def generate(
@@ -434,7 +445,7 @@ class Engine:
         """
         request = self._start(prompt, params, speculative)
         while not request.clock.done:
-            self._guarded_step()
+            self.step()
         return self.output(request)
 
     def stream(
@@ -447,17 +458,18 @@ class Engine:
         self.tokenizer.require()
         request = self._start(prompt, params, speculative)
         try:
-            while self.busy:
+            while not request.clock.done:
                 request.new_text = ""
-                self._guarded_step()
+                self.step()
                 if request.new_text:
                     yield request.new_text
             assert request.text is not None
             if rest := request.text.finish():
                 yield rest
             return self.output(request)
-        finally:  # a consumer that stops early leaves the engine free
-            self._open_slots(1)
+        finally:
+            if not request.clock.done:  # a consumer that stops early leaves the engine free
+                self._open_slots(1)
 
     def output(self, request: Request) -> Output:
         """The result of a request that has ended."""
@@ -479,14 +491,6 @@ class Engine:
         self._open_slots(1)
         self._waiting.append(request)
         return request
-
-    def _guarded_step(self) -> None:
-        """A step of a call that owns the engine: an error leaves no request behind."""
-        try:
-            self.step()
-        except BaseException:
-            self._open_slots(1)
-            raise
 
     def _refuse_busy(self) -> None:
         if self.busy:

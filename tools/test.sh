@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs every check. Usage: bash tools/test.sh [pytest arguments]
+# DRAFTGRAPH_TEST_EXTRAS=tensorrt-rtx also installs TensorRT-RTX (300 MB) and builds engines with it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/setup_venv.sh
-setup_venv "cpu,test"
+setup_venv "cpu,test${DRAFTGRAPH_TEST_EXTRAS:+,$DRAFTGRAPH_TEST_EXTRAS}"
 
 say "ruff"
 .venv/bin/ruff check .

@@ -77,7 +77,7 @@ class OnnxRuntimeCpu:
         self._capacity = {"target": 0, "backbone": 0}
         self._slots = self._first_slot = 0
         self._held: dict[int, list[np.ndarray]] = {}  # features of requests that skip drafting
-        self._constants: dict[str, Any] = {}
+        self._constants: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._buffers: dict[str, np.ndarray] = {}  # one growing buffer per intermediate tensor
         self._draft_temperature = np.zeros(0, np.float32)
         self._bindings: dict[tuple[Any, ...], _Binding] = {}
@@ -251,6 +251,7 @@ class OnnxRuntimeCpu:
         self._draft_temperature = sampling.temperature
         if sampling.uniforms is None:
             name += "_greedy"
+            self._tensors.pop("draft_logits", None)  # those of an earlier draft are void
         else:
             feeds |= {"uniforms": sampling.uniforms, "temperature": sampling.temperature}
         tensors = [t for t in ("base_logits", "hidden") if self._takes(name, t)]
@@ -282,8 +283,11 @@ class OnnxRuntimeCpu:
         name = "accept_greedy"
         if sampling.sample_uniform is not None:
             if not sampling.verify_length.any():
-                self._tensors["draft_logits"] = self._zeros("draft_logits", (1, gamma, v))
+                self._tensors.pop("draft_logits", None)
                 self._draft_temperature = np.zeros(1, np.float32)
+            if "draft_logits" not in self._tensors:  # nothing was drafted at random: any q will do
+                blocks = len(self._draft_temperature)
+                self._tensors["draft_logits"] = self._zeros("draft_logits", (blocks, gamma, v))
             tensors.append("draft_logits")
             filtered = (sampling.top_k > 0).any() or (sampling.top_p < 1).any()
             name = "accept_filtered" if filtered else "accept_sample"
@@ -301,9 +305,10 @@ class OnnxRuntimeCpu:
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
         """A constant tensor that stands in for a draft where there is none."""
-        if name not in self._constants:
-            self._constants[name] = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype))
-        return self._constants[name]
+        key = name, shape
+        if key not in self._constants:
+            self._constants[key] = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype))
+        return self._constants[key]
 
     def read(self, name: str) -> np.ndarray:
         return self._tensors[name].numpy().copy()
