@@ -20,6 +20,8 @@ def render_stats(engine: Engine, output: Output) -> None:
             f"({s.accepted} of {s.verified}), accepted/drafted "
             f"{number(s.accepted_per_drafted, '.3f')} ({s.accepted} of {s.drafted})"
         )
+    if s.schedules:
+        progress("schedules: " + ", ".join(f"{n} x {what}" for what, n in s.schedules.items()))
     phases = ", ".join(f"{p} {s.phase_ms[p]:.1f}" for p in PHASES if s.phase_ms[p] > 0)
     whole = sum(s.phase_ms.values()) + s.host_ms
     share = f" ({s.host_ms / whole:.1%} of the rounds)" if whole else ""
