@@ -66,7 +66,18 @@ NoVerify = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 Scheduler = Annotated[
-    str, typer.Option(help='"full" verifies the whole block, "threshold" cuts it by confidence.')
+    str,
+    typer.Option(
+        help="How much of a block to verify: full, threshold (by confidence), or early-stop, "
+        "lagged, live-argmax (by confidence and the cost table of `profile`)."
+    ),
+]
+ChatTemplate = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Put prompts into the chat template. [default: when the bundle has one]",
+    ),
 ]
 Threshold = Annotated[float, typer.Option(help="Confidence below which a block is cut.")]
 
@@ -314,13 +325,7 @@ def bench(
     threads: Threads = None,
     markov: MarkovHead = "auto",
     no_verify: NoVerify = False,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Put prompts into the chat template. [default: when the bundle has one]",
-        ),
-    ] = None,
+    chat: ChatTemplate = None,
     compare: Annotated[
         str | None, typer.Option(help="Peer to run interleaved: transformers.")
     ] = None,
@@ -411,13 +416,7 @@ def calibrate(
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
     temperature: Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Put prompts into the chat template. [default: when the bundle has one]",
-        ),
-    ] = None,
+    chat: ChatTemplate = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 4,
     trace: Annotated[
         Path | None, typer.Option(help="Also write the rounds here, for simulate.")

@@ -23,11 +23,17 @@ else
   export_demo
 fi
 
+if [ ! -d "$bundle/costs" ]; then
+  say "measuring what a step costs on this machine"
+  "$run" profile "$bundle" --batch 1
+fi
+
 say "draft, schedule, verify"
-"$run" generate "$bundle" --chat --stats --max-new-tokens 96 --prompt \
+"$run" generate "$bundle" --chat --stats --max-new-tokens 96 --scheduler early-stop --prompt \
   "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many clips did she sell altogether?"
 
 say "measuring: plain and speculative decoding in turns"
 "$run" bench "$bundle" --prompts assets/demo-prompts.jsonl --max-new-tokens 96 \
+  --scheduler early-stop \
   --json demo-output/bench.json
 say "done: the bundle is in $bundle, the figures in demo-output/bench.json"
