@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from safetensors.numpy import load_file, save_file
+from scipy import stats
 
 from draftgraph.export.bundle import export_bundle
 from draftgraph.export.checkpoints import read_draft, read_target
@@ -245,3 +246,20 @@ def greedy_acceptance(lengths: list[int]) -> AcceptSampling:
         accept_uniform=None,
         sample_uniform=None,
     )
+
+
+def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Chi-square test; outcomes expected fewer than 5 times are pooled, impossible ones counted.
+
+    A distribution with a single outcome (a narrow nucleus) is certain: 1 when every draw is it.
+    """
+    observed, expected = counts.ravel(), probabilities.ravel() * counts.sum()
+    if observed[expected == 0].any():
+        return 0.0
+    small = expected < 5
+    observed = np.append(observed[~small], observed[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    keep = expected > 0
+    if keep.sum() == 1:
+        return 1.0
+    return float(stats.chisquare(observed[keep], expected[keep]).pvalue)

@@ -17,9 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import export_pair, write_random_pair
+from helpers import export_pair, p_value, write_random_pair
 from safetensors.numpy import load_file, save_file
-from scipy import stats
 
 from draftgraph.export.reference import ReferenceTarget, processed_probs
 from draftgraph.runtime import load_bundle, scheduler
@@ -226,18 +225,6 @@ def enumerated(target: ReferenceTarget, case: Case) -> np.ndarray:
         return np.stack([p[x] * after([*ids, x], count - 1) for x in range(VOCAB)])
 
     return after(PROMPT, TOKENS)
-
-
-def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Chi-square test; outcomes expected fewer than 5 times are pooled, impossible ones counted."""
-    observed, expected = counts.ravel(), probabilities.ravel() * counts.sum()
-    if observed[expected == 0].any():
-        return 0.0
-    small = expected < 5
-    observed = np.append(observed[~small], observed[small].sum())
-    expected = np.append(expected[~small], expected[small].sum())
-    keep = expected > 0
-    return float(stats.chisquare(observed[keep], expected[keep]).pvalue)
 
 
 def run(

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from helpers import export_pair, open_model, write_random_pair
+from helpers import export_pair, open_model, p_value, write_random_pair
 from scipy import stats
 
 from draftgraph.export.reference import ReferenceTarget, inverse_cdf, processed_probs
@@ -212,18 +212,6 @@ def sampled(
             second = np.where(pending, again[:, 0], second)
         counts += np.bincount(first * VOCAB + second, minlength=VOCAB * VOCAB)
     return counts.reshape(VOCAB, VOCAB)
-
-
-def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Chi-square test; outcomes expected fewer than 5 times are pooled, impossible ones counted."""
-    observed, expected = counts.ravel(), probabilities.ravel() * counts.sum()
-    if observed[expected == 0].any():
-        return 0.0
-    small = expected < 5
-    observed = np.append(observed[~small], observed[small].sum())
-    expected = np.append(expected[~small], expected[small].sum())
-    keep = expected > 0
-    return float(stats.chisquare(observed[keep], expected[keep]).pvalue)
 
 
 ALL = [
