@@ -242,9 +242,9 @@ def export_bundle(
 ) -> Path:
     """Write the bundle of a target and its drafter to the directory `out` and validate it.
 
-    max_seq_len: largest number of cache rows a request may use (default: the model's own limit,
-    at most 4096). markov_top_k: also write Markov graphs that look only at the k largest base
-    logits of every slot (None: full vocabulary only). `report` receives progress messages.
+    max_seq_len: largest number of tokens of a request, prompt and generated (default: the model's
+    own limit, at most 4096). markov_top_k: also write Markov graphs that look only at the k largest
+    base logits of every slot (None: full vocabulary only). `report` receives progress messages.
     Raises `DraftgraphError`; nothing is left at `out` unless every check passed.
     """
     from .validate import validate_bundle
@@ -379,7 +379,12 @@ def _replace(folder: Path, out: Path) -> None:
     if out.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
         os.replace(out, old / out.name)
-        os.replace(folder, out)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            os.replace(folder, out)
+        except BaseException:
+            os.replace(old / out.name, out)
+            raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
     else:
         os.replace(folder, out)

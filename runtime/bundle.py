@@ -210,11 +210,11 @@ def _check_files(bundle: Bundle, verify: bool) -> None:
                 f"{file}: its content differs from the manifest's SHA-256; the file is damaged or "
                 "from another export, copy the bundle again or export it again"
             )
-    used = {f for g in bundle.graphs.values() for f in (g.file, g.cpu_file) if f}
+    used = {WEIGHTS} | {f for g in bundle.graphs.values() for f in (g.file, g.cpu_file) if f}
     unlisted = used - set(bundle.files)
     if unlisted:
         raise DraftgraphError(
-            f"{bundle.path / MANIFEST}: graph files {sorted(unlisted)} have no hash; "
+            f"{bundle.path / MANIFEST}: files {sorted(unlisted)} have no hash; "
             "export the bundle again"
         )
 

@@ -86,7 +86,11 @@ class CostTable:
         return len(self.row(requests)) - 1
 
     def covers(self, requests: int, tokens: int) -> bool:
-        return 1 <= requests <= self.max_requests and tokens <= self.max_tokens(requests)
+        if not 1 <= requests <= self.max_requests:
+            return False
+        if self.draft_ms and requests > max(self.draft_ms):
+            return False
+        return tokens <= self.max_tokens(requests)
 
     def row(self, requests: int) -> np.ndarray:
         """[max_tokens + 1] ms of a step by its number of tokens; `requests` rounds up."""

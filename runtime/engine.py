@@ -68,7 +68,7 @@ class Engine:
     ) -> Engine:
         """Open a bundle directory.
 
-        max_requests: how many requests may decode together (memory is taken only as it is used).
+        max_requests: how many requests may decode together; each takes its share of the caches.
         verify: compare every file with its hash first. The bundle's calibration.json and the cost
         table of this machine are used where they exist; set `calibration` and `costs` of the
         engine to use others, or None. Options of the cpu provider: threads (size
@@ -373,6 +373,14 @@ class Engine:
         self._slots[request.slot] = None
         self.backend.release(request.slot)
 
+    def _drop(self, request: Request) -> None:
+        """Take a request out before its end; the others go on."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request in self._slots:
+            self._slots[request.slot] = None
+            self.backend.release(request.slot)
+
     def _open_slots(self, count: int) -> None:
         """Start with `count` empty slots; only when nothing is running."""
         self._waiting.clear()
@@ -468,8 +476,8 @@ class Engine:
                 yield rest
             return self.output(request)
         finally:
-            if not request.clock.done:  # a consumer that stops early leaves the engine free
-                self._open_slots(1)
+            if not request.clock.done:  # the consumer stopped early
+                self._drop(request)
 
     def output(self, request: Request) -> Output:
         """The result of a request that has ended."""
@@ -502,6 +510,8 @@ class Engine:
     def _request(
         self, prompt: Prompt, params: SamplingParams, speculative: bool, number: int
     ) -> Request:
+        if not 0 <= number < 2**64:
+            raise DraftgraphError(f"number is {number!r}, expected an integer in [0, 2**64)")
         ids = self.tokenizer.encode(prompt)
         vocabulary, longest = self.bundle.target.vocab_size, self.bundle.max_seq_len
         if not ids:

@@ -62,7 +62,7 @@ class Clock:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One sequence being decoded. The last id is the anchor: committed, not yet in any cache."""
 

@@ -65,7 +65,8 @@ class SamplingParams:
         t, p = self.temperature, self.top_p
         check("temperature", number(t) and 0 <= t <= 100, "a number from 0 (greedy) to 100")
         check("top_p", number(p) and 0 < p <= 1, "a number in (0, 1]")
-        check("top_k", integer(self.top_k) and self.top_k >= 0, "an integer, 0 to switch it off")
+        k_ok = integer(self.top_k) and 0 <= self.top_k < 2**31
+        check("top_k", k_ok, "an integer in [0, 2**31), 0 to switch it off")
         n = self.max_new_tokens
         check("max_new_tokens", integer(n) and n >= 1, "an integer of at least 1")
         ids = self.stop_ids
@@ -126,14 +127,15 @@ class Purpose(IntEnum):
 def uniforms(seed: int, request: int, position: int, count: int, purpose: Purpose) -> np.ndarray:
     """float32 [count] in [0, 1): the numbers of one round, for the slots after its anchor.
 
-    Counter-based (Philox 4x64-10, key = (seed, request), counter = (0, slot, position, purpose)
-    with the absolute position after the anchor), so a draw depends on nothing but its round: not on
-    the batch or the time. A position that is drafted again in a later round gets fresh numbers;
-    policies that look at earlier rounds rely on that. Multiples of 2^-24, which float32 holds
-    exactly.
+    Counter-based (Philox 4x64-10, key = (seed, request), counter = (1, slot, position, purpose)
+    with the absolute position after the anchor, the prompt's length before the first), so a draw
+    depends on nothing but its round: not on the batch or the time. A position that is drafted again
+    in a later round gets fresh numbers; policies that look at earlier rounds rely on that.
+    Multiples of 2^-24, which float32 holds exactly.
     """
-    raw = [
-        np.random.Philox(key=[seed, request], counter=[0, k, position, int(purpose)]).random_raw()
+    key = np.array([seed, request], np.uint64)  # a list would pass through float64
+    raw = [  # numpy counts up before it generates: the block of 0 is the one of counter 1
+        np.random.Philox(key=key, counter=[0, k, position, int(purpose)]).random_raw()
         for k in range(count)
     ]
     return ((np.array(raw, np.uint64) >> np.uint64(40)) * 2.0**-24).astype(np.float32)

@@ -25,10 +25,22 @@ class Tokenizer:
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
         text = bundle.text_file("tokenizer.json")
-        self._fast = None if text is None else FastTokenizer.from_str(text)
         config = bundle.text_file("tokenizer_config.json")
-        self._config: dict[str, Any] = {} if config is None else json.loads(config)
+        try:
+            self._fast = None if text is None else FastTokenizer.from_str(text)
+            self._config: dict[str, Any] = {} if config is None else json.loads(config)
+        except Exception as error:  # tokenizers raises bare exceptions
+            raise DraftgraphError(
+                f"{bundle.path}: the tokenizer files cannot be read ({error}); export the bundle "
+                "again from a checkpoint with a working tokenizer"
+            ) from None
+        if self._fast is not None:  # settings of somebody's training run, not of the model
+            self._fast.no_truncation()
+            self._fast.no_padding()
         template = bundle.text_file("chat_template.jinja") or self._config.get("chat_template")
+        if isinstance(template, list):  # several by name
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
         self._template = template if isinstance(template, str) else None
 
     @property
@@ -72,7 +84,7 @@ class Tokenizer:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = lambda x, **options: json.dumps(
-            x, ensure_ascii=False, **options
+            x, **{"ensure_ascii": False, **options}
         )
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -85,7 +97,7 @@ class Tokenizer:
             return environment.from_string(self._template).render(
                 messages=[dict(m) for m in messages], add_generation_prompt=True, **specials
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise DraftgraphError(f"chat template refused the messages: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:

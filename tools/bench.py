@@ -16,7 +16,7 @@ from ..graphs.errors import DraftgraphError
 from ..runtime import Engine, Output, SamplingParams
 from ..runtime.bundle import MANIFEST, sha256
 from ..runtime.jsonfile import write_json
-from ..runtime.machine import processor_name
+from ..runtime.machine import available_cores, processor_name
 from .bench_figures import Divergence, Pair, record, summarise, summarise_peer, warnings
 from .bench_steps import logit_gap, measure_steps
 from .console import number
@@ -45,7 +45,7 @@ class Bench:
         report: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.engine, self.params, self.repeat, self.report = engine, params, repeat, report
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or available_cores()
         self.chat = engine.tokenizer.has_chat_template if chat is None else chat
         self.peer_path, self.peer_limit = peer_path, peer_limit
 

@@ -108,7 +108,10 @@ def export(
     dtype: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option()] = "fp32",
     max_seq_len: Annotated[
         int | None,
-        typer.Option(help="Cache rows of a request. [default: the model's limit, at most 4096]"),
+        typer.Option(
+            help="Most tokens of a request, prompt and generated. "
+            "[default: the model's limit, at most 4096]"
+        ),
     ] = None,
     markov_top_k: Annotated[
         int, typer.Option(min=0, help="Also write a Markov graph over the top k; 0: full only.")

@@ -23,10 +23,8 @@ else
   export_demo
 fi
 
-if [ ! -d "$bundle/costs" ]; then
-  say "measuring what a step costs on this machine"
-  "$run" profile "$bundle" --batch 1
-fi
+say "measuring what a step costs on this machine"
+"$run" profile "$bundle" --batch 1
 
 say "draft, schedule, verify"
 "$run" generate "$bundle" --chat --stats --max-new-tokens 96 --scheduler early-stop --prompt \

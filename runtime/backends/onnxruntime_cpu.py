@@ -18,7 +18,7 @@ import onnxruntime as ort
 from ...graphs.contract import DecoderSpec
 from ...graphs.errors import DraftgraphError
 from ..bundle import WEIGHTS, Bundle
-from ..machine import processor_name
+from ..machine import available_cores, processor_name
 from .base import AcceptSampling, ContextBatch, DraftSampling, TokenBatch
 from .hugepages import large_pages
 
@@ -29,6 +29,8 @@ _BF16_BITS, _BF16_ONNX = np.uint16, 16
 _SOURCES = {"target_logits": "logits", "features": "context_features"}
 # Bindings of rounds are kept; those of long prefill chunks are one-offs and would pin memory.
 _KEEP_UP_TO_TOKENS = 64
+# A batch meets many combinations of shapes; this many are remembered, about 30 KB each.
+_MOST_BINDINGS = 512
 
 _thread_pool_size: int | None = None
 
@@ -47,7 +49,7 @@ def _use_one_thread_pool(threads: int | None) -> None:
     """One spinning pool for all sessions of the process; a pool per session halves their speed."""
     global _thread_pool_size
     if _thread_pool_size is None:
-        _thread_pool_size = threads or len(os.sched_getaffinity(0))
+        _thread_pool_size = threads or available_cores()
         ort.set_global_thread_pool_sizes(_thread_pool_size, 1)
     elif threads not in (None, _thread_pool_size):
         raise DraftgraphError(
@@ -332,7 +334,7 @@ class OnnxRuntimeCpu:
         key = (
             graph,
             *((name, array.shape) for name, array in feeds.items()),
-            *(id(value) for value in values),
+            *((value.data_ptr(), *value.shape()) for value in values),
             *sizes.items(),
             first_slot,
         )
@@ -342,6 +344,8 @@ class OnnxRuntimeCpu:
             known = dict(zip(tensors, values, strict=True))
             binding = self._bind(graph, feeds, known, caches, sizes)
             if cached:
+                if len(self._bindings) >= _MOST_BINDINGS:
+                    self._bindings.clear()
                 self._bindings[key] = binding
         for name, array in feeds.items():
             binding.inputs[name][...] = array

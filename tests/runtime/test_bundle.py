@@ -199,3 +199,8 @@ def test_truncated_markov_head(temperature: float, bundle: Callable[..., Path]) 
         assert full.rounds[0].draft_ids != outputs[0].rounds[0].draft_ids
     else:
         assert full.token_ids == outputs[0].token_ids
+
+
+def test_weights_without_a_hash(copy: Path) -> None:
+    edit(copy, lambda manifest: manifest["files"].pop("weights.safetensors"))
+    refused(copy, "weights.safetensors", "have no hash")

@@ -380,3 +380,21 @@ def test_uniform_numbers_belong_to_their_round() -> None:
     whole = uniforms(7, 0, 100, 8, Purpose.DRAFT)
     np.testing.assert_array_equal(whole[:3], uniforms(7, 0, 100, 3, Purpose.DRAFT))
     assert not set(whole[3:]) & set(uniforms(7, 0, 103, 5, Purpose.DRAFT))
+
+
+def philox_word(key: tuple[int, int], counter: tuple[int, int, int, int]) -> int:
+    """First word of Philox 4x64-10, from its definition (Salmon et al. 2011)."""
+    word, (k0, k1), c = (1 << 64) - 1, key, counter
+    for _ in range(10):
+        a, b = c[0] * 0xD2E7470EE14C6C93, c[2] * 0xCA5A826395121157
+        c = ((b >> 64) ^ c[1] ^ k0, b & word, (a >> 64) ^ c[3] ^ k1, a & word)
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & word, (k1 + 0xBB67AE8584CAA73B) & word
+    return c[0]
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 1, 2**64 - 1])
+def test_uniform_numbers_are_the_documented_ones(seed: int) -> None:
+    """A host in another language draws the same: docs/bundle.md, "Random numbers"."""
+    found = uniforms(seed, 3, 50, 4, Purpose.TARGET)
+    expected = [(philox_word((seed, 3), (1, k, 50, 2)) >> 40) * 2.0**-24 for k in range(4)]
+    np.testing.assert_array_equal(found, np.array(expected, np.float32))
