@@ -15,14 +15,16 @@ from onnxscript import nn
 
 from .contract import DecoderSpec, DraftContract, DType
 from .layers import (
-    MLP,
+    DecoderLayer,
     Embedding,
     Linear,
     RaggedView,
     RMSNorm,
     arange,
+    attention,
     axis_size,
     cast,
+    norm_heads,
     rope_table,
     split_heads,
     visibility_mask,
@@ -71,38 +73,26 @@ class BlockAttention(nn.Module):
         """
         s = self.spec
         q = split_heads(op, views[1].pad(op, self.q_proj(op, block)), s.num_heads, s.head_dim)
-        q = op.RotaryEmbedding(self._norm(op, self.q_norm, q), *tables[1])
+        q = op.RotaryEmbedding(norm_heads(op, self.q_norm, q, self.dtype), *tables[1])
         kv = views[0].pad(op, self.kv_proj(op, op.Concat(context, block, axis=0)))
         kv = split_heads(op, kv, 2 * s.num_kv_heads, s.head_dim)
         k, v = op.Split(kv, [s.num_kv_heads] * 2, axis=1, _outputs=2)
-        k = op.RotaryEmbedding(self._norm(op, self.k_norm, k), *tables[0])
+        k = op.RotaryEmbedding(norm_heads(op, self.k_norm, k, self.dtype), *tables[0])
         key = write_cache(op, past[0], k, past_length)
         value = write_cache(op, past[1], v, past_length)
-        y = op.Attention(q, key, value, mask, scale=s.head_dim**-0.5, is_causal=0)
-        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [-1, s.num_heads * s.head_dim])
-        return self.o_proj(op, views[1].pack(op, y)), key, value
-
-    def _norm(self, op: Any, norm: RMSNorm, x: ir.Value) -> ir.Value:
-        return cast(op, norm(op, cast(op, x, self.dtype, "fp32")), "fp32", self.dtype)
+        y = views[1].pack(op, attention(op, q, key, value, mask, s))
+        return self.o_proj(op, y), key, value
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(DecoderLayer):
     """u = norm x; x += attention(u, context); x += mlp(norm x)."""
 
     def __init__(self, spec: DecoderSpec, dtype: DType):
-        super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = BlockAttention(spec, dtype)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec, dtype)
-        self.dtype = dtype
+        super().__init__(spec, dtype, BlockAttention(spec, dtype))
 
-    def forward(self, op: Any, x: ir.Value, *attention: Any) -> tuple[ir.Value, ir.Value, ir.Value]:
-        u = cast(op, self.input_layernorm(op, x), "fp32", self.dtype)
-        y, key, value = self.self_attn(op, u, *attention)
-        x = op.Add(x, cast(op, y, self.dtype, "fp32"))
-        y = cast(op, self.post_attention_layernorm(op, x), "fp32", self.dtype)
-        return op.Add(x, cast(op, self.mlp(op, y), self.dtype, "fp32")), key, value
+    def forward(self, op: Any, x: ir.Value, *inputs: Any) -> tuple[ir.Value, ir.Value, ir.Value]:
+        y, key, value = self.self_attn(op, self.attention_input(op, x), *inputs)
+        return self.add_attention(op, x, y), key, value
 
 
 class Backbone(nn.Module):

@@ -168,26 +168,33 @@ class Attention(nn.Module):
             return q, k, v
         split = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
         q, k, v = op.Split(heads, split, axis=1, _outputs=3)
-        q = self._norm(op, self.q_norm, q)
-        k = self._norm(op, self.k_norm, k)
+        q = norm_heads(op, self.q_norm, q, self.dtype)
+        k = norm_heads(op, self.k_norm, k, self.dtype)
         return op.RotaryEmbedding(q, cos, sin), op.RotaryEmbedding(k, cos, sin), v
-
-    def _norm(self, op: Any, norm: RMSNorm, x: ir.Value) -> ir.Value:
-        return cast(op, norm(op, cast(op, x, self.dtype, "fp32")), "fp32", self.dtype)
 
     def attend(
         self, op: Any, q: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value, view: RaggedView
     ) -> ir.Value:
         """q [R, H, S, D] over caches [R, K, C, D] -> [N, d]."""
-        s = self.spec
-        y = op.Attention(q, key, value, mask, scale=s.head_dim**-0.5, is_causal=0)
-        y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [-1, s.num_heads * s.head_dim])
-        return self.o_proj(op, view.pack(op, y))
+        return self.o_proj(op, view.pack(op, attention(op, q, key, value, mask, self.spec)))
 
 
 def split_heads(op: Any, x: ir.Value, heads: int, head_dim: int) -> ir.Value:
     """[R, W, heads·D] -> [R, heads, W, D]."""
     return op.Transpose(op.Reshape(x, [0, 0, heads, head_dim]), perm=[0, 2, 1, 3])
+
+
+def norm_heads(op: Any, norm: RMSNorm, x: ir.Value, dtype: DType) -> ir.Value:
+    """RMSNorm of every head of x [R, H, S, D] in the compute dtype; the norm itself is float32."""
+    return cast(op, norm(op, cast(op, x, dtype, "fp32")), "fp32", dtype)
+
+
+def attention(
+    op: Any, q: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value, spec: DecoderSpec
+) -> ir.Value:
+    """q [R, H, S, D] over caches [R, K, C, D] through the additive mask -> [R·S, H·D]."""
+    y = op.Attention(q, key, value, mask, scale=spec.head_dim**-0.5, is_causal=0)
+    return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [-1, spec.num_heads * spec.head_dim])
 
 
 def write_cache(op: Any, past: ir.Value, new: ir.Value, write_index: ir.Value) -> ir.Value:
@@ -213,14 +220,21 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm decoder layer: x += attention(norm x); x += mlp(norm x). The stream x is float32."""
 
-    def __init__(self, spec: DecoderSpec, dtype: DType):
+    def __init__(self, spec: DecoderSpec, dtype: DType, self_attn: nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = Attention(spec, dtype)
+        self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec, dtype)
         self.dtype = dtype
 
-    def feed_forward(self, op: Any, x: ir.Value) -> ir.Value:
+    def attention_input(self, op: Any, x: ir.Value) -> ir.Value:
+        return cast(op, self.input_layernorm(op, x), "fp32", self.dtype)
+
+    def add_attention(self, op: Any, x: ir.Value, y: ir.Value) -> ir.Value:
+        """The rest of the layer, from the attention's output y on."""
+        return self._feed_forward(op, op.Add(x, cast(op, y, self.dtype, "fp32")))
+
+    def _feed_forward(self, op: Any, x: ir.Value) -> ir.Value:
         y = cast(op, self.post_attention_layernorm(op, x), "fp32", self.dtype)
         return op.Add(x, cast(op, self.mlp(op, y), self.dtype, "fp32"))

@@ -10,8 +10,9 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import nn
 
-from .contract import DType, TargetContract
+from .contract import DecoderSpec, DType, TargetContract
 from .layers import (
+    Attention,
     DecoderLayer,
     Embedding,
     Linear,
@@ -29,6 +30,11 @@ from .layers import (
 class TargetLayer(DecoderLayer):
     """One decoder layer over the target's cache."""
 
+    self_attn: Attention
+
+    def __init__(self, spec: DecoderSpec, dtype: DType):
+        super().__init__(spec, dtype, Attention(spec, dtype))
+
     def forward(
         self,
         op: Any,
@@ -39,13 +45,11 @@ class TargetLayer(DecoderLayer):
         mask: ir.Value,
         view: RaggedView,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        y = cast(op, self.input_layernorm(op, x), "fp32", self.dtype)
-        q, k, v = self.self_attn.project(op, y, view, *table)
+        q, k, v = self.self_attn.project(op, self.attention_input(op, x), view, *table)
         key = write_cache(op, past[0], k, past_length)
         value = write_cache(op, past[1], v, past_length)
         y = self.self_attn.attend(op, q, key, value, mask, view)
-        x = op.Add(x, cast(op, y, self.dtype, "fp32"))
-        return self.feed_forward(op, x), key, value
+        return self.add_attention(op, x, y), key, value
 
 
 class Target(nn.Module):

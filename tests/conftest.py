@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from helpers import GOLDENS_ROOT, Golden, export_pair, load_golden
+from helpers import GOLDENS_ROOT, Golden, export_pair, load_golden, write_random_pair
+from safetensors import safe_open
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from draftgraph.runtime import Engine
@@ -89,3 +91,17 @@ def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def text_engine(text_bundle: Path) -> Engine:
     return Engine.load(text_bundle)
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Token 7 has an infinite embedding: whatever attends to it has no finite logits."""
+    folder = tmp_path_factory.mktemp("damaged")
+    path = export_pair(*write_random_pair(folder, vocab=40, seed=4), folder / "bundle")
+    file = path / "weights.safetensors"
+    with safe_open(file, "np") as opened:
+        row = opened.get_tensor("embed_tokens.weight")[7].tobytes()
+    content = file.read_bytes()
+    assert content.count(row) == 1
+    file.write_bytes(content.replace(row, np.full(16, np.inf, np.float32).tobytes()))
+    return Engine.load(path, verify=False)

@@ -13,11 +13,13 @@ import onnx
 import onnxruntime as ort
 from safetensors.numpy import load_file, save_file
 from scipy import stats
+from typer.testing import CliRunner
 
 from draftgraph.export.bundle import export_bundle
 from draftgraph.export.checkpoints import read_draft, read_target
 from draftgraph.runtime.backends import onnxruntime_cpu
 from draftgraph.runtime.backends.base import AcceptSampling, Backend, ContextBatch, TokenBatch
+from draftgraph.tools.cli import app
 
 GOLDENS_ROOT = Path(__file__).parent / "goldens"
 GOLDENS = sorted(path.parent.name for path in GOLDENS_ROOT.glob("*/expected.json"))
@@ -263,3 +265,14 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
     if keep.sum() == 1:
         return 1.0
     return float(stats.chisquare(observed[keep], expected[keep]).pvalue)
+
+
+def run_cli(*arguments: str | Path) -> Any:
+    """The command line in this process."""
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def run_cli_ok(*arguments: str | Path) -> Any:
+    result = run_cli(*arguments)
+    assert result.exit_code == 0, result.output
+    return result

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import GOLDENS, GOLDENS_ROOT, Golden, export_pair, load_golden, write_random_pair
-from safetensors import safe_open
 
 from draftgraph.runtime import DraftgraphError, Engine, Output, SamplingParams
 from draftgraph.runtime import engine as engine_module
@@ -392,21 +391,6 @@ def test_head_variants(variant: str, tmp_path: Path) -> None:
 
 
 # Logits that are not finite
-
-
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Token 7 has an infinite embedding: whatever attends to it has no finite logits."""
-    folder = tmp_path_factory.mktemp("damaged")
-    path = export_pair(*write_random_pair(folder, vocab=40, seed=4), folder / "bundle")
-    file = path / "weights.safetensors"
-    with safe_open(file, "np") as opened:
-        row = opened.get_tensor("embed_tokens.weight")[7].tobytes()
-    content = file.read_bytes()
-    assert content.count(row) == 1
-    infinite = np.full(16, np.inf, np.float32).tobytes()
-    file.write_bytes(content.replace(row, infinite))
-    return Engine.load(path, verify=False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

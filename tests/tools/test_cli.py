@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import run_cli as run
+from helpers import run_cli_ok as ok
 from typer.testing import CliRunner
 
 from draftgraph.graphs.errors import DraftgraphError
@@ -22,16 +24,6 @@ from draftgraph.tools.cli import app
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPT_IDS = "--prompt-ids=5,6,7"
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def ok(*arguments: str | Path) -> Any:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 @pytest.fixture(scope="session")

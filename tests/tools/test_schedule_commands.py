@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import load_golden
-from typer.testing import CliRunner
+from helpers import run_cli as run
+from helpers import run_cli_ok as ok
 
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.runtime import Engine
@@ -22,21 +23,10 @@ from draftgraph.runtime.calibration import Calibration
 from draftgraph.runtime.costs import CostTable, fingerprint_name
 from draftgraph.runtime.scheduler import NO_COSTS, NOT_COVERED, POLICIES
 from draftgraph.runtime.simulate import load_trace
-from draftgraph.tools.cli import app
 
 NAME, GAMMA = "qwen3-vanilla", 7
 PROFILE = ("--batch=1,2", "--context=16", "--repeat=3")
 LAGGED = ("--prompt-ids=5,6,7", "--max-new-tokens=24", "--stop-ids=", "--scheduler=lagged")
-
-
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def ok(*arguments: str | Path) -> Any:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def refused(result: Any, *words: str) -> None:
