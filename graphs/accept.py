@@ -33,7 +33,7 @@ class AcceptGreedy(nn.Module):
     the logits it comes from are not finite.
     """
 
-    def __init__(self, block_size: int, vocab_size: int):
+    def __init__(self, block_size: int):
         super().__init__()
         self.block_size = block_size
 

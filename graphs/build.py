@@ -225,7 +225,7 @@ def build_accept(draft: DraftContract, kind: str) -> ir.Model:
     length = Port("verify_length", I64, ("R",))
     module: nn.Module
     if kind == "greedy":
-        module = AcceptGreedy(gamma, v)
+        module = AcceptGreedy(gamma)
         inputs = [*verified, drafted, block, length]
     else:
         module = AcceptSample(gamma, v, filters=kind == "filtered")
