@@ -20,6 +20,7 @@ from ...graphs.errors import DraftgraphError
 from ..bundle import WEIGHTS, Bundle
 from ..machine import available_cores, processor_name
 from .base import AcceptSampling, ContextBatch, DraftSampling, TokenBatch
+from .calls import GraphCall, LogitRows, accept_call, backbone_call, markov_call, target_call
 from .hugepages import large_pages
 
 _NUMPY = {"fp32": np.float32, "fp16": np.float16, "int64": np.int64}
@@ -77,7 +78,8 @@ class OnnxRuntimeCpu:
         self._sessions: dict[str, ort.InferenceSession] = {}
         self._caches: dict[str, dict[str, np.ndarray]] = {"target": {}, "backbone": {}}
         self._capacity = {"target": 0, "backbone": 0}
-        self._slots = self._first_slot = 0
+        self._slots = 0
+        self._rows = LogitRows()
         self._held: dict[int, list[np.ndarray]] = {}  # features of requests that skip drafting
         self._constants: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._buffers: dict[str, np.ndarray] = {}  # one growing buffer per intermediate tensor
@@ -168,62 +170,21 @@ class OnnxRuntimeCpu:
     # Phases
 
     def target(self, batch: TokenBatch) -> None:
-        n, r, s = len(batch.ids), len(batch.lengths), int(batch.lengths.max())
-        busy = batch.lengths > 0
-        self._check_room("target", batch.past_length, s)
-        ends = np.cumsum(batch.lengths)
-        starts = ends - batch.lengths
-        cell_token, valid = _padded_cells(batch.lengths, n)
-        logits_index = ends[busy] - 1 if batch.last_only else np.arange(n)
-        self._run(
-            "target",
-            {
-                "input_ids": batch.ids,
-                "past_length": batch.past_length,
-                "cell_token": cell_token,
-                "token_cell": np.flatnonzero(valid),
-                "logits_index": logits_index,
-            },
-            sizes={"N": n, "M": len(logits_index), "R": r},
-            cached=n <= _KEEP_UP_TO_TOKENS,
-            first_slot=batch.first_slot,
-        )
-        self._first_slot = batch.first_slot
-        # Where acceptance finds a slot's rows among the logits.
-        self._row_start = np.cumsum(busy) - 1 if batch.last_only else starts
-        self._row_count = busy.astype(np.int64) if batch.last_only else batch.lengths
+        self._check_room("target", batch.past_length, int(batch.lengths.max()))
+        call, self._rows = target_call(batch)
+        self._run(call, cached=len(batch.ids) <= _KEEP_UP_TO_TOKENS)
 
     def backbone(self, context: ContextBatch) -> None:
-        gamma, b = self.bundle.draft.block_size, len(context.slots)
-        ends = context.past_length + context.counts
-        drafting = np.zeros(len(ends), bool)
-        slots = context.slots - context.first_slot
-        drafting[slots] = True
         width = max(1, int(context.counts.max()))
-        self._check_room("backbone", context.past_length, width + gamma)
+        self._check_room("backbone", context.past_length, width + self.bundle.draft.block_size)
         features, index = self._with_held(context)
-        if not len(index):  # nothing new: a row that no cell counts
-            index = np.zeros(1, np.int64)
-        context_cell, _ = _padded_cells(context.counts, len(index))
         self._tensors["context_features"] = features
         self._run(
-            "backbone",
-            {
-                "feature_index": index,
-                "context_cell": context_cell,
-                "feature_count": context.counts,
-                "past_length": context.past_length,
-                "anchor": context.anchor,
-                "request_block": np.maximum(np.cumsum(drafting) - 1, 0),
-                "block_request": slots,
-            },
-            tensors=("context_features",),
-            sizes={"R": len(ends), "B": b},
+            backbone_call(context, index),
             cached=len(index) <= _KEEP_UP_TO_TOKENS and features is self._tensors["features"],
-            first_slot=context.first_slot,
         )
         self._slot_block = np.zeros(self._slots, np.int64)
-        self._slot_block[context.slots] = np.arange(b)
+        self._slot_block[context.slots] = np.arange(len(context.slots))
 
     def _with_held(self, context: ContextBatch) -> tuple[Any, np.ndarray]:
         """Features and row index of the new context, with rows that were held before in front."""
@@ -248,61 +209,31 @@ class OnnxRuntimeCpu:
         self._held.pop(slot, None)
 
     def markov(self, anchor: np.ndarray, sampling: DraftSampling) -> np.ndarray:
-        feeds = {"anchor": anchor}
-        name = self._markov
         self._draft_temperature = sampling.temperature
         if sampling.uniforms is None:
-            name += "_greedy"
             self._tensors.pop("draft_logits", None)  # those of an earlier draft are void
-        else:
-            feeds |= {"uniforms": sampling.uniforms, "temperature": sampling.temperature}
-        tensors = [t for t in ("base_logits", "hidden") if self._takes(name, t)]
-        self._run(name, feeds, tensors=tensors, sizes={"B": len(anchor)}, phase="markov")
+        self._run(markov_call(self._markov, anchor, sampling), phase="markov")
         return self._tensors["draft_ids"].numpy()
 
     def confidence(self) -> np.ndarray | None:
         if "confidence" not in self.bundle.graphs:
             return None
-        tensors = [t for t in ("hidden", "prev_embeddings") if self._takes("confidence", t)]
-        blocks = len(self._draft_temperature)
-        self._run("confidence", {}, tensors=tensors, sizes={"B": blocks})
+        sizes = {"B": len(self._draft_temperature)}
+        self._run(GraphCall("confidence", {}, sizes, ("hidden", "prev_embeddings")))
         return self._tensors["confidence_logits"].numpy()
 
     def accept(self, sampling: AcceptSampling) -> tuple[np.ndarray, np.ndarray]:
         gamma, v = self.bundle.draft.block_size, self.bundle.draft.vocab_size
-        a = len(sampling.slots)
-        rows = sampling.slots - self._first_slot
-        start, count = self._row_start[rows], self._row_count[rows]
         if not sampling.verify_length.any():  # nothing was drafted: any block will do
             self._tensors["draft_ids"] = self._zeros("draft_ids", (1, gamma), np.int64)
+            self._tensors.pop("draft_logits", None)
             self._slot_block = np.zeros(self._slots, np.int64)
-        feeds = {
-            "cell_token": start[:, None] + np.minimum(np.arange(gamma + 1), count[:, None] - 1),
-            "request_block": self._slot_block[sampling.slots],
-            "verify_length": sampling.verify_length,
-        }
-        tensors = ["logits", "draft_ids"]
-        name = "accept_greedy"
-        if sampling.sample_uniform is not None:
-            if not sampling.verify_length.any():
-                self._tensors.pop("draft_logits", None)
-                self._draft_temperature = np.zeros(1, np.float32)
-            if "draft_logits" not in self._tensors:  # nothing was drafted at random: any q will do
-                blocks = len(self._draft_temperature)
-                self._tensors["draft_logits"] = self._zeros("draft_logits", (blocks, gamma, v))
-            tensors.append("draft_logits")
-            filtered = (sampling.top_k > 0).any() or (sampling.top_p < 1).any()
-            name = "accept_filtered" if filtered else "accept_sample"
-            feeds |= {
-                "token_request": np.repeat(np.arange(a), count),
-                "accept_uniform": sampling.accept_uniform,
-                "sample_uniform": sampling.sample_uniform,
-                "temperature": sampling.temperature,
-                "draft_temperature": self._draft_temperature,
-            }
-            if filtered:
-                feeds |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
-        self._run(name, feeds, tensors=tensors, sizes={"R": a}, phase="accept")
+            self._draft_temperature = np.zeros(1, np.float32)
+        call = accept_call(sampling, self._rows, self._slot_block, self._draft_temperature, gamma)
+        if "draft_logits" in call.tensors and "draft_logits" not in self._tensors:
+            blocks = len(self._draft_temperature)  # none was drawn at random: any q will do
+            self._tensors["draft_logits"] = self._zeros("draft_logits", (blocks, gamma, v))
+        self._run(call, phase="accept")
         return self._tensors["accepted"].numpy(), self._tensors["next_id"].numpy()
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
@@ -316,31 +247,24 @@ class OnnxRuntimeCpu:
         return self._tensors[name].numpy().copy()
 
     def _takes(self, graph: str, tensor: str) -> bool:
-        return any(t.name == tensor for t in self.bundle.graphs[graph].inputs)
+        names = {_SOURCES.get(t.name, t.name) for t in self.bundle.graphs[graph].inputs}
+        return tensor in names
 
-    def _run(
-        self,
-        graph: str,
-        feeds: dict[str, np.ndarray],
-        *,
-        tensors: Any = (),
-        sizes: dict[str, int],
-        cached: bool = True,
-        phase: str | None = None,
-        first_slot: int = 0,
-    ) -> None:
-        """Run a graph over host arrays `feeds` and intermediate tensors; keep its outputs."""
+    def _run(self, call: GraphCall, *, cached: bool = True, phase: str | None = None) -> None:
+        """Run a graph over host arrays and intermediate tensors; keep its outputs."""
+        graph, feeds, sizes = call.graph, call.feeds, call.sizes
+        tensors = [name for name in call.tensors if self._takes(graph, name)]
         values = [self._tensors[name] for name in tensors]
         key = (
             graph,
             *((name, array.shape) for name, array in feeds.items()),
             *((value.data_ptr(), *value.shape()) for value in values),
             *sizes.items(),
-            first_slot,
+            call.first_slot,
         )
         binding = self._bindings.get(key)
         if binding is None:
-            caches = self._cache_views(graph, first_slot, sizes.get("R", 0))
+            caches = self._cache_views(graph, call.first_slot, sizes.get("R", 0))
             known = dict(zip(tensors, values, strict=True))
             binding = self._bind(graph, feeds, known, caches, sizes)
             if cached:
@@ -423,18 +347,6 @@ def open_session(path: Path) -> ort.InferenceSession:
         raise DraftgraphError(
             f"{path}: ONNX Runtime {ort.__version__} cannot load this graph on the CPU: {error}"
         ) from None
-
-
-def _padded_cells(lengths: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """The padded view of packed rows: index [R, S] into them, and which cells hold one.
-
-    lengths [R]: rows of each request; `total` is their sum. Cells without a row name a valid one.
-    """
-    columns = np.arange(max(1, int(lengths.max())))
-    starts = np.cumsum(lengths) - lengths
-    last = np.maximum(lengths - 1, 0)[:, None]
-    cells = np.minimum(starts[:, None] + np.minimum(columns, last), total - 1)
-    return cells, columns < lengths[:, None]
 
 
 def _cache_names(spec: DecoderSpec) -> list[str]:
