@@ -160,7 +160,7 @@ class Engine:
         """How many drafted tokens each request verifies, decided before the target runs."""
         start = time.perf_counter()
         drafted = np.array([r.slot in drafts for r in running])
-        limits = np.array([min(self.gamma, r.budget) for r in running]) * drafted
+        limits = np.array([r.most_verified(self.gamma) for r in running]) * drafted
         known = {slot: d.confidence for slot, d in drafts.items() if d.confidence is not None}
         confidence = None
         if known:

@@ -94,6 +94,10 @@ class Request:
         """Tokens it may still produce."""
         return self.params.max_new_tokens - (len(self.ids) - self.prompt_length)
 
+    def most_verified(self, gamma: int) -> int:
+        """Drafted tokens that a round of it may verify."""
+        return min(gamma, self.budget, self.params.max_verify or gamma)
+
     @property
     def new_context(self) -> int:
         """Committed rows that the drafter's cache lacks."""

@@ -31,6 +31,7 @@ class SamplingParams:
     "threshold" cuts it before the first token whose confidence is below `threshold`; "early-stop",
     "lagged" and "live-argmax" (greedy drafts only) weigh confidence against the measured cost table
     and trim where that gains at least `min_gain` of predicted throughput.
+    max_verify: most drafted tokens that a round verifies, None for the whole block.
     off_switch: stop drafting while it does not pay (needs the cost table); None: for those three.
     """
 
@@ -45,6 +46,7 @@ class SamplingParams:
     scheduler: str = "full"
     threshold: float = 0.5
     min_gain: float = MIN_GAIN
+    max_verify: int | None = None
     off_switch: bool | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +83,10 @@ class SamplingParams:
         check("threshold", number(c) and 0 <= c <= 1, "a number in [0, 1]")
         g = self.min_gain
         check("min_gain", number(g) and 0 <= g < 1, "a number in [0, 1)")
+        w = self.max_verify
+        check(
+            "max_verify", w is None or (integer(w) and w >= 1), "an integer of at least 1, or None"
+        )
         check("off_switch", self.off_switch in (None, True, False), "True, False or None")
         if self.scheduler == "live-argmax" and self.draft_temperature > 0:
             raise DraftgraphError(

@@ -375,6 +375,56 @@ def bench(
 
 
 @app.command()
+def sweep(
+    bundle: BundlePath,
+    prompts: Annotated[
+        list[Path],
+        typer.Option(help="JSON lines with a prompt each, or text with one a line; repeatable."),
+    ],
+    schedule: Annotated[
+        list[str],
+        typer.Option(
+            help="full, full:WIDTH, threshold:VALUE, early-stop, lagged or live-argmax; repeatable."
+        ),
+    ],
+    batch: Annotated[str, typer.Option(help="Numbers of requests decoded together.")] = "1",
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
+    repeat: Annotated[int, typer.Option(help="Passes; speeds are their medians.")] = 5,
+    chat: ChatTemplate = None,
+    threads: Threads = None,
+    no_verify: NoVerify = False,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+) -> None:
+    """Compare schedules with plain greedy decoding, in turns, by batch size and prompt file."""
+    from ..runtime import Engine, SamplingParams
+    from ..runtime.jsonfile import write_json
+    from .prompts import read_prompts
+    from .sweep import Sweep, parse_schedule, render
+
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    schedules = [parse_schedule(text, params) for text in schedule]
+    batches = _ids("--batch", batch)
+    if any(b < 1 for b in batches):
+        raise DraftgraphError(f"--batch is {list(batches)}, expected numbers of at least 1")
+    sets = [read_prompts(file, limit) for file in prompts]
+    engine = Engine.load(bundle, verify=not no_verify, threads=threads, max_requests=max(batches))
+    measured = Sweep(
+        engine,
+        schedules,
+        max_new_tokens=max_new_tokens,
+        repeat=repeat,
+        chat=chat,
+        report=console.progress,
+    ).run(sets, batches)
+    if json_out is not None:
+        write_json(json_out, measured)
+    render(measured, console.stdout())
+
+
+@app.command()
 def profile(
     bundle: BundlePath,
     batch: Annotated[str, typer.Option(help="Numbers of requests to measure.")] = "1,2,4,8",

@@ -1,0 +1,101 @@
+"""Schedules side by side: what is counted, what is refused; never the timings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import load_golden
+from helpers import run_cli as run
+from helpers import run_cli_ok as ok
+
+from draftgraph.graphs.errors import DraftgraphError
+from draftgraph.runtime import Engine, SamplingParams
+from draftgraph.tools.sweep import Tally, parse_schedule
+
+NAME, GAMMA = "qwen3-vanilla", 7
+PARAMS = SamplingParams(max_new_tokens=12, stop_ids=())
+
+
+def test_a_fixed_width_verifies_so_many_tokens(engine: Callable[..., Engine]) -> None:
+    """Greedy ids do not depend on it; the block's tail is drafted and dropped."""
+    made, prompt = engine(NAME), list(load_golden(NAME).prompts[0]["prompt"])
+    plain = made.generate(prompt, PARAMS, speculative=False)
+    for width in (1, 3, GAMMA):
+        way = parse_schedule(f"full:{width}", PARAMS)
+        output = made.generate(prompt, way.params)
+        assert output.token_ids == plain.token_ids
+        verified = [r.verified for r in output.rounds]
+        assert max(verified) == width
+        assert set(verified[:-1]) == {width} or width == GAMMA  # the budget cuts the last rounds
+
+
+@pytest.mark.parametrize("text", ["full:x", "threshold:", "lagged:2", "fast", "full:0"])
+def test_a_schedule_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(DraftgraphError):
+        parse_schedule(text, PARAMS)
+
+
+def test_the_tally_counts_every_token_once(engine: Callable[..., Engine]) -> None:
+    made = engine(NAME)
+    prompts = [list(p["prompt"]) for p in load_golden(NAME).prompts]
+    outputs = made.generate_batch(prompts, PARAMS)
+    tally = Tally()
+    tally.add(outputs)
+    assert tally.ids == [o.token_ids for o in outputs]
+    assert tally.tokens == sum(len(o.token_ids) - 1 for o in outputs)
+    rounds = [r for o in outputs for r in o.rounds]
+    assert tally.rounds == len(rounds)
+    assert tally.committed == sum(r.accepted + (r.next_id is not None) for r in rounds)
+    assert (tally.verified, tally.accepted) == (
+        sum(r.verified for r in rounds),
+        sum(r.accepted for r in rounds),
+    )
+    assert tally.decode_ms > 0
+
+
+def test_the_command_compares_schedules_by_batch_and_file(
+    bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    files = []
+    for name in ("a", "b"):
+        files.append(tmp_path / f"{name}.jsonl")
+        lines = [json.dumps({"prompt": list(p["prompt"])}) for p in load_golden(NAME).prompts[:3]]
+        files[-1].write_text("\n".join(lines) + "\n")
+    out = tmp_path / "sweep.json"
+    arguments = [a for f in files for a in ("--prompts", f)]
+    result = ok(
+        *("sweep", bundle(NAME), *arguments, "--batch=1,2", "--repeat=1", "--max-new-tokens=8"),
+        *("--schedule=full", "--schedule=full:2", "--schedule=threshold:0.9", "--json", out),
+    )
+    measured = json.loads(out.read_text())
+    names = ["plain", "full", "full:2", "threshold:0.9"]
+    for batch in ("1", "2"):
+        figures = measured["batches"][batch]
+        assert list(figures["overall"]) == names
+        for file in files:
+            of_file = figures["files"][str(file)]
+            assert all(f["identical_ids"] == f["prompts"] == 3 for f in of_file.values())
+            assert of_file["plain"]["speed"] == 1.0
+            assert of_file["plain"]["tokens_per_step"] == 1.0
+            # Verifying less never accepts more tokens per step.
+            assert of_file["full"]["tokens_per_step"] >= of_file["full:2"]["tokens_per_step"] > 1
+            assert of_file["full:2"]["verified_per_round"] <= 2
+    assert "batch 2: tokens per step" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("--batch=0", "--batch"), ("--schedule=slow", "scheduler"), ("--repeat=0", "--repeat")],
+)
+def test_wrong_options_are_refused(
+    bundle: Callable[..., Path], tmp_path: Path, option: str, words: str
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": [1, 2]}\n')
+    result = run("sweep", bundle(NAME), "--prompts", file, "--schedule=full", option)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert words in result.stderr
