@@ -110,8 +110,10 @@ class Calibration:
 
     temperatures: [γ], all 1 for identity. sampling_temperature: of the calibration data, None when
     unknown. fitted, held_out: blocks used for fitting and for the metrics. before, after: metrics
-    on the held-out blocks. curves: per position, the reliability of the held-out blocks, before and
-    after, as (mean survival predicted, share survived) of each bin.
+    on the held-out blocks. strongest, weakest: [γ], share of drafts that survived to each position,
+    over the fifth of all prompts where most, or fewest, tokens were accepted; they tell the
+    off-switch what to expect of a new request. curves: per position, the reliability of the
+    held-out blocks, before and after, as (mean survival predicted, share survived) of each bin.
     """
 
     temperatures: tuple[float, ...]
@@ -121,6 +123,8 @@ class Calibration:
     bins: int = BINS
     before: Metrics | None = None
     after: Metrics | None = None
+    strongest: tuple[float, ...] = ()
+    weakest: tuple[float, ...] = ()
     curves: dict[str, list[list[tuple[float, float]]]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -130,6 +134,11 @@ class Calibration:
             raise DraftgraphError(
                 f"temperatures are {list(self.temperatures)!r}, expected γ positive numbers"
             )
+
+        for name in ("strongest", "weakest"):
+            rates = getattr(self, name)
+            if rates and not (len(rates) == self.gamma and all(0 <= r <= 1 for r in rates)):
+                raise DraftgraphError(f"{name} is {list(rates)!r}, expected γ shares in [0, 1]")
 
     @property
     def gamma(self) -> int:
@@ -150,7 +159,8 @@ class Calibration:
     def save(self, path: str | Path) -> None:
         """Atomic; the old file stays whole until the new one is."""
         payload = asdict(self)
-        payload["temperatures"] = list(self.temperatures)
+        for name in ("temperatures", "strongest", "weakest"):
+            payload[name] = list(payload[name])
         write_json(path, {"schema_version": SCHEMA_VERSION, "gamma": self.gamma, **payload})
 
     @classmethod
@@ -160,7 +170,8 @@ class Calibration:
         check_version(payload, SCHEMA_VERSION, f"{path}")
         try:
             values = {k: v for k, v in payload.items() if k not in ("schema_version", "gamma")}
-            values["temperatures"] = tuple(values["temperatures"])
+            for name in ("temperatures", "strongest", "weakest"):
+                values[name] = tuple(values.get(name, ()))
             for part in ("before", "after"):
                 if values.get(part) is not None:
                     values[part] = Metrics(**values[part])
@@ -250,6 +261,7 @@ def fit(
     test, outcome = logits[~train], data.survived[~train]
     raw = np.cumprod(_sigmoid(test), axis=1)
     scaled = np.cumprod(_sigmoid(test / temperatures), axis=1)
+    weakest, strongest = _extremes(data)
     return Calibration(
         tuple(float(t) for t in temperatures),
         sampling_temperature=float(data.sampling_temperature),
@@ -258,11 +270,23 @@ def fit(
         bins=bins,
         before=metrics(raw, outcome, bins),
         after=metrics(scaled, outcome, bins),
+        strongest=strongest,
+        weakest=weakest,
         curves={
             "before": reliability(raw, outcome, bins),
             "after": reliability(scaled, outcome, bins),
         },
     )
+
+
+def _extremes(data: CalibrationData) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean survival over the fifth of the prompts with the lowest and with the highest sums."""
+    names = np.unique(data.prompts)
+    means = np.stack([data.survived[data.prompts == name].mean(axis=0) for name in names])
+    ranked = means[np.argsort(means.sum(axis=1), kind="stable")]
+    fifth = max(1, len(names) // 5)
+    low, high = ranked[:fifth].mean(axis=0), ranked[-fifth:].mean(axis=0)
+    return tuple(map(float, low)), tuple(map(float, high))
 
 
 def _split(prompts: np.ndarray, held_out: float, seed: int) -> np.ndarray:

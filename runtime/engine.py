@@ -20,7 +20,7 @@ from .offswitch import OffSwitch
 from .request import Draft, Request
 from .results import Output, Round
 from .sampling import Purpose, SamplingParams
-from .scheduler import COST_BASED, POLICIES, ScheduleInput, lagged_survival, survival
+from .scheduler import POLICIES, ScheduleInput, lagged_survival, survival
 from .tokenizer import Prompt, Tokenizer
 
 # Made for a bundle after its export, kept in its directory.
@@ -53,6 +53,7 @@ class Engine:
         if calibration is not None:
             calibration.check_gamma(self.gamma)
         self._slots: list[Request | None] = []
+        self._switch: OffSwitch | None = None
         self._waiting: deque[Request] = deque()
         self._step_seconds = self._step_start = 0.0
 
@@ -107,7 +108,7 @@ class Engine:
         ended = self._admit()
         running = self._running()
         if running:
-            drafts = self._draft([r for r in running if self._wants_draft(r)])
+            drafts = self._draft(self._drafting(running))
             lengths = self._schedule(running, drafts)
             accepted, next_ids = self._verify(running, drafts, lengths)
             for i, request in enumerate(running):
@@ -304,11 +305,16 @@ class Engine:
             request.finish_reason = "length"
         return len(kept)
 
-    def _wants_draft(self, request: Request) -> bool:
-        """With one token left there is nothing to draft for; the switch knows if it pays at all."""
-        if not request.speculative or request.budget <= 1:
-            return False
-        return request.switch is None or request.switch.drafts()
+    def _drafting(self, running: list[Request]) -> list[Request]:
+        """Those that draft: with one token left there is nothing to draft for."""
+        able = [r for r in running if r.speculative and r.budget > 1]
+        asked = [r for r in able if r.outlook is not None]
+        if self._switch is None or not asked:
+            return able
+        outlooks = [r.outlook for r in asked if r.outlook is not None]
+        chosen = self._switch.choose(outlooks, len(running), len(able) - len(asked))
+        drafting = {r.slot for r, yes in zip(asked, chosen, strict=True) if yes}
+        return [r for r in able if r.outlook is None or r.slot in drafting]
 
     def _confidence(self, logits: np.ndarray) -> np.ndarray:
         """[B, γ] calibrated where the bundle has a calibration."""
@@ -319,29 +325,43 @@ class Engine:
     def _observe(
         self, running: list[Request], drafts: dict[int, Draft], lengths: list[int]
     ) -> None:
-        """Tell the switches what this round cost, by the cost table, and what it brought.
+        """Tell the switch what this round cost, by the cost table, and what it brought.
 
         The table instead of a clock: the same request then always drafts in the same rounds.
         """
-        if self.costs is None or not any(r.switch for r in running):
+        if self._switch is None or self.costs is None or not any(r.outlook for r in running):
             return
-        count, tokens = len(running), len(running) + sum(lengths)
-        if not self.costs.covers(count, tokens):
+        count, total = len(running), len(running) + sum(lengths)
+        if not self.costs.covers(count, total):
             return  # the schedules verify everything then
-        plain = self.costs.step_ms(count, count)
-        spent = self.costs.step_ms(count, tokens)
+        spent = self.costs.step_ms(count, total)
         if drafts:
             spent += self.costs.draft(len(drafts))
+        tokens, survivals = [], []
         for request, length in zip(running, lengths, strict=True):
-            if request.switch is None:
-                continue
-            if request.slot not in drafts:
-                request.switch.observe_plain(plain)
-            elif self.calibration is not None and request.survivals:
-                expected = 1 + float(request.survivals[-1][:length].sum())
-                request.switch.observe(expected, spent, plain)
-            else:
-                request.switch.observe(request.rounds[-1].accepted + 1, spent, plain)
+            drafted = request.slot in drafts
+            row = self._survival(request, length) if drafted else None
+            survivals.append(row)
+            tokens.append(1.0 if row is None else 1 + float(row[:length].sum()))
+        self._switch.observe(
+            [r.outlook for r in running],
+            [r.slot in drafts for r in running],
+            tokens,
+            survivals,
+            spent,
+        )
+
+    def _survival(self, request: Request, length: int) -> np.ndarray:
+        """[γ] of the last round: calibrated, else what happened and, beyond it, the outlook."""
+        if self.calibration is not None and request.survivals:
+            return request.survivals[-1]
+        accepted = request.rounds[-1].accepted
+        seen = np.zeros(self.gamma)
+        seen[:accepted] = 1
+        if accepted == length and request.outlook is not None:
+            known = request.outlook.survival
+            seen[length:] = known[length:] / known[length - 1] if length else known
+        return seen
 
     # Slots
 
@@ -361,6 +381,8 @@ class Engine:
                 request = self._waiting.popleft()
                 request.slot = slot
                 self._slots[slot] = request
+                if self._switch is not None and request.may_stop_drafting:
+                    request.outlook = self._switch.outlook(request.params.max_new_tokens)
                 self._prefill(request)
                 stepped = self._step_seconds + time.perf_counter() - self._step_start
                 request.clock.first_token(self.backend.seconds, stepped)
@@ -385,7 +407,20 @@ class Engine:
         """Start with `count` empty slots; only when nothing is running."""
         self._waiting.clear()
         self._slots = [None] * count
+        self._switch = self._new_switch()
         self.backend.reset(count)
+
+    def _new_switch(self) -> OffSwitch | None:
+        """It begins anew whenever the engine was idle, so that the same call does the same."""
+        if self.costs is None:
+            return None
+        known = self.calibration
+        return OffSwitch(
+            self.costs,
+            self.gamma,
+            strongest=None if known is None or not known.strongest else np.array(known.strongest),
+            weakest=None if known is None or not known.weakest else np.array(known.weakest),
+        )
 
     # The public calls
 
@@ -403,8 +438,10 @@ class Engine:
         do not depend on the other requests. Raises `DraftgraphError` as `generate` does.
         """
         request = self._request(prompt, params or SamplingParams(), speculative, number)
-        if not self.busy and len(self._slots) != self.max_requests:
-            self._open_slots(self.max_requests)
+        if not self.busy:
+            self._switch = self._new_switch()
+            if len(self._slots) != self.max_requests:
+                self._open_slots(self.max_requests)
         self._waiting.append(request)
         return request
 
@@ -538,12 +575,6 @@ class Engine:
         if params.stop and not self.tokenizer.available:
             raise DraftgraphError("stop: stop strings need a tokenizer and this bundle has none")
         text = self.tokenizer.stream() if self.tokenizer.available else None
-        request = Request(
+        return Request(
             ids, len(ids), params, params.stops(self.bundle.target), speculative, number, text
         )
-        wanted = params.off_switch
-        if wanted is None:
-            wanted = params.scheduler in COST_BASED
-        if wanted and speculative and self.costs is not None:
-            request.switch = OffSwitch(horizon=params.max_new_tokens)
-        return request

@@ -1,143 +1,200 @@
-"""Whether a request drafts at all: off where drafting does not pay, with rare probes.
+"""Which requests draft at all: speculation must not cost more than a small share of plain decoding.
 
-With d ms for a draft and T(w) ms for a target step of w tokens, a round that commits m tokens beats
-plain decoding when m / (d + T(w)) > 1 / T(1), so it *loses* d + T(w) - m·T(1) ms when that is
-positive. The switch keeps the books of these losses, from measured times: it allows itself a
-share ε of plain decoding time, and every decision to draft must fit in what is left.
+Every request has an outlook, the mean prefix survival ā_1 … ā_γ of its own past drafts. For R
+running requests of which a set D drafts, the step is predicted to yield
 
-Exact: the decision is made before the draft, from tokens and times of past rounds only.
+    Θ(D) = max_n (R + the sum of the n largest ā_j of D) / (draft_ms(|D|) + T(R, R + n))
+
+tokens per ms, T and draft_ms from the measured `CostTable`; D is empty in plain decoding. The
+drafts of a batch share their cost, so the requests are chosen together: by decreasing outlook,
+as many as make Θ largest, and none where it gains less than a minimum over plain decoding.
+
+What is not known yet has to be tried. A new request begins with what the strongest prompts of the
+calibration did (with survival 1 without a calibration), and one that was left out is tried again
+after a wait. Such trials are paid from an allowance: a share of the plain decoding time, against
+which the losses of all drafted steps are booked as their predicted tokens tell.
+
+Exact: the choice is made before the draft, from past rounds only.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..graphs.errors import DraftgraphError
+from .costs import CostTable
+
+# Rounds until a trial counts as known.
+TRIAL = 3
+
+
+@dataclass(eq=False)
+class Outlook:
+    """What is known of one request. horizon: tokens that it is likely to generate.
+
+    begin: [γ] expected ā_j while on trial. seen: [γ] mean of what its drafts showed since.
+    """
+
+    horizon: int
+    begin: np.ndarray
+    seen: np.ndarray = field(init=False)
+    weight: float = 0.0  # rounds behind `seen`
+    drafted: int = 0  # rounds since it began, or began anew
+    waited: int = 0  # rounds without a draft since the last one
+    left_out: int = 0  # times it was left out after drafting
+
+    def __post_init__(self) -> None:
+        self.seen = np.zeros_like(self.begin)
+
+    @property
+    def on_trial(self) -> bool:
+        return self.drafted < TRIAL
+
+    @property
+    def survival(self) -> np.ndarray:
+        """[γ] ā_j. On trial what it began with counts as one round."""
+        if not self.on_trial:
+            return self.seen
+        return (self.begin + self.weight * self.seen) / (1 + self.weight)
+
+    def add(self, survival: np.ndarray, decay: float) -> None:
+        """One more draft."""
+        weight = decay * self.weight
+        self.seen = (weight * self.seen + survival) / (weight + 1)
+        self.weight, self.waited = weight + 1, 0
+        self.drafted += 1
+
+    def begin_anew(self) -> None:
+        """Hopeful, and on trial."""
+        self.begin = np.ones_like(self.begin)
+        self.weight, self.drafted = 0.0, 0
 
 
 @dataclass
 class OffSwitch:
-    """The switch of one request. Call `drafts()` before a round, then one of the `observe` calls.
+    """The switch of an engine: call `choose` before each round and `observe` after it.
 
-    share: ε, the part of plain decoding time that losing rounds may cost in total. horizon: tokens
-    this request is likely to generate; the allowance ε · horizon · T(1) is there from the start.
-    off_margin, on_margin: hysteresis on the advantage m·T(1) / (d + T(w)) - 1: drafting ends when
-    the average is below off_margin, and a probe restarts it only from on_margin. decay: weight of
-    the past in that average, per round. trial: part of the allowance that one losing stretch of
-    drafting may use; the rest is for probes. patience: useless rounds in a row such a stretch may
-    last, however large the allowance.
-
-    After a stretch that lost, plain decoding lasts at least x / (ε · T(1)) rounds, x being the loss
-    of one useless round; the wait doubles with every stretch in a row that does not pay. So k
-    probes take (2^k - 1) waits and cost at most ε / (2^k - 1) · k of the time. On top of this, a
-    probe must fit in the allowance ε · max(horizon, tokens so far) · T(1) minus all losses before
-    it. The losses therefore never exceed that allowance, except that the very first round may, when
-    one round already costs more.
+    share: of plain decoding time that losses may reach, over the horizon of the longest running
+    request or the time since the start, whichever is longer. A trial must fit in what is left of
+    it even if it turns out as the weakest prompts of the calibration did (as if nothing were
+    accepted, without a calibration). min_gain: of Θ over plain decoding. decay: weight of the past
+    in an outlook, per drafted round. The wait before another trial lasts until the share has paid
+    for the last one, and doubles with every time that a request is left out.
     """
 
-    share: float = 0.025
-    horizon: int = 128
-    off_margin: float = 0.0
-    on_margin: float = 0.10
-    decay: float = 0.75
-    trial: float = 0.67
-    patience: int = 4
+    costs: CostTable
+    gamma: int
+    strongest: np.ndarray | None = None
+    weakest: np.ndarray | None = None
+    share: float = 0.015
+    min_gain: float = 0.02
+    decay: float = 0.9
 
-    on: bool = field(default=True, init=False)
-    loss_ms: float = field(default=0.0, init=False)  # losses in all, wins do not repay beyond 0
-    _tokens: int = field(default=0, init=False)
-    _plain_ms: float = field(default=0.0, init=False)  # T(1) as seen last
-    _overhead_ms: float = field(default=0.0, init=False)  # x: d + T(w) - T(1)
-    _won: float = field(default=0.0, init=False)  # decayed Σ m·T(1)
-    _spent: float = field(default=0.0, init=False)  # decayed Σ d + T(w)
-    _slump_ms: float = field(default=0.0, init=False)  # losses since the stretch was last ahead
-    _stretch_ms: float = field(default=0.0, init=False)  # net loss of the stretch
-    _probing: bool = field(default=False, init=False)
-    _waited: int = field(default=0, init=False)
-    _failures: int = field(default=0, init=False)  # stretches in a row that did not pay
+    loss_ms: float = field(default=0.0, init=False)  # gains pay it back, down to 0
+    _plain_ms: float = field(default=0.0, init=False)  # plain decoding of the tokens so far
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1 or self.horizon < 1:
-            raise DraftgraphError("OffSwitch: share must be in (0, 1) and horizon at least 1")
-        if self.on_margin < self.off_margin:
-            raise DraftgraphError("OffSwitch: on_margin must be at least off_margin")
-        if not 0 <= self.decay < 1 or not 0 < self.trial <= 1 or self.patience < 1:
+        if not 0 < self.share < 1 or self.min_gain < 0 or not 0 <= self.decay < 1:
             raise DraftgraphError(
-                "OffSwitch: decay must be in [0, 1), trial in (0, 1], patience at least 1"
+                "OffSwitch: share must be in (0, 1), min_gain at least 0 and decay in [0, 1)"
             )
 
-    @property
-    def advantage(self) -> float:
-        """Decayed average of m·T(1) / (d + T(w)) - 1 over the rounds of the last stretch."""
-        return self._won / self._spent - 1 if self._spent else 0.0
+    def outlook(self, horizon: int) -> Outlook:
+        """Of a new request."""
+        begin = np.ones(self.gamma) if self.strongest is None else self.strongest
+        return Outlook(horizon, np.array(begin, np.float64))
 
-    @property
-    def allowance_ms(self) -> float:
-        return self.share * self._plain_ms * max(self.horizon, self._tokens)
+    def choose(self, outlooks: Sequence[Outlook], requests: int, others: int = 0) -> list[bool]:
+        """Which of the outlooks draft in a round of R = `requests`, of which `others` draft anyway.
 
-    @property
-    def wait(self) -> int:
-        """Plain rounds before the next probe."""
-        if not self._plain_ms:
-            return 0
-        base = max(1, math.ceil(self._overhead_ms / (self.share * self._plain_ms)))
-        return base << min(max(self._failures - 1, 0), 32)
-
-    def drafts(self) -> bool:
-        """Whether the coming round drafts."""
-        if self.on:
-            return True
-        self._probing = (
-            self._waited >= self.wait and self.loss_ms + self._overhead_ms <= self.allowance_ms
-        )
-        return self._probing
-
-    def observe_plain(self, plain_ms: float) -> None:
-        """A plain round of T(1) = plain_ms."""
-        self._check(plain_ms)
-        self._plain_ms = plain_ms
-        self._tokens += 1
-        self._waited += 1
-
-    def observe(self, tokens: float, round_ms: float, plain_ms: float) -> None:
-        """A drafted round.
-
-        tokens: committed, or their calibrated prediction 1 + Σ a_j, which varies less. round_ms:
-        d + T(w). plain_ms: T(1). In a batch of R both are times of the whole step, with and without
-        drafting; the request is then judged as if all R did as well as it does.
+        All of them where the cost table does not cover the round.
         """
-        self._check(round_ms, plain_ms)
-        if not tokens >= 0:
-            raise DraftgraphError(f"OffSwitch: {tokens} tokens in a round")
-        probe, self._probing = self._probing, False
-        loss = round_ms - tokens * plain_ms
-        self._plain_ms = plain_ms
-        self._overhead_ms = max(0.0, round_ms - plain_ms)
-        self._tokens += max(1, int(tokens))
-        self.loss_ms = max(0.0, self.loss_ms + loss)
-        if probe:  # judged on its own: what was true before the wait may no longer be
-            self._won = self._spent = self._stretch_ms = self._slump_ms = 0.0
-        self._won = self.decay * self._won + tokens * plain_ms
-        self._spent = self.decay * self._spent + round_ms
-        self._stretch_ms += loss
-        self._slump_ms = max(0.0, self._slump_ms + loss)
-        if probe:
-            self.on = self.advantage >= self.on_margin
-        elif self.advantage < self.off_margin:
-            # One more useless round has to fit, or it ends here.
-            allowance = self.allowance_ms
-            stretch = min(self.trial * allowance, self.patience * self._overhead_ms)
-            self.on = (
-                self._slump_ms + self._overhead_ms <= stretch
-                and self.loss_ms + self._overhead_ms <= allowance
-            )
-        if not self.on:
-            self._waited = 0
-            self._failures = self._failures + 1 if self._stretch_ms > 0 else 1
+        if not self._covers(requests, others + len(outlooks)):
+            return [True] * len(outlooks)
+        plain = self._plain(requests)
+        longest = max((o.horizon for o in outlooks), default=0)
+        left = self.share * max(self._plain_ms, plain * longest) - self.loss_ms
+        for o in outlooks:
+            if o.waited and o.waited >= self._wait(o, requests):
+                o.begin_anew()
+        chosen = self._best(outlooks, requests, others)
+        trials = [o for o in chosen if o.on_trial]
+        while trials and self._trial_ms(len(trials), len(chosen), requests, others) > left:
+            trials = trials[: len(trials) // 2]
+            tried = {id(o) for o in trials}
+            known = [o for o in outlooks if not o.on_trial or id(o) in tried]
+            chosen = self._best(known, requests, others)
+            trials = [o for o in chosen if o.on_trial]
+        drafting = {id(o) for o in chosen}
+        return [id(o) in drafting for o in outlooks]
 
-    @staticmethod
-    def _check(*times: float) -> None:
-        for ms in times:
-            if not (math.isfinite(ms) and ms > 0):
-                raise DraftgraphError(f"OffSwitch: a round of {ms} ms")
+    def observe(
+        self,
+        outlooks: Sequence[Outlook | None],
+        drafted: Sequence[bool],
+        tokens: Sequence[float],
+        survivals: Sequence[np.ndarray | None],
+        step_ms: float,
+    ) -> None:
+        """What a round of R requests brought; every sequence has R entries.
+
+        outlooks: None for requests that the switch does not decide on. tokens: committed, or their
+        calibrated prediction 1 + Σ a_j, which varies less. survivals: [γ] of those that drafted.
+        step_ms: of the draft and the target step.
+        """
+        if not (math.isfinite(step_ms) and step_ms > 0) or not all(t >= 0 for t in tokens):
+            raise DraftgraphError(f"OffSwitch: a round of {step_ms} ms and {list(tokens)} tokens")
+        requests = len(outlooks)
+        worth = self._plain(requests) * sum(tokens) / requests
+        self._plain_ms += worth
+        if any(drafted):
+            self.loss_ms = max(0.0, self.loss_ms + step_ms - worth)
+        for o, draft, survival in zip(outlooks, drafted, survivals, strict=True):
+            if o is None:
+                continue
+            if not draft:
+                o.left_out += o.waited == 0 and o.drafted > 0
+                o.waited += 1
+                continue
+            assert survival is not None
+            o.add(survival, self.decay)
+
+    def _best(self, outlooks: Sequence[Outlook], requests: int, others: int) -> list[Outlook]:
+        """The set with the largest Θ. Sizes are tried in powers of two: a batch may be large."""
+        ranked = sorted(outlooks, key=lambda o: -float(o.survival.sum()))
+        row = self.costs.row(requests)
+        idle = self.costs.draft(others) if others else 0.0
+        best, chosen = (1 + self.min_gain) * requests / (row[requests] + idle), 0
+        for size in sorted({1 << i for i in range(len(ranked).bit_length())} | {len(ranked)}):
+            if not 0 < size <= len(ranked):
+                continue
+            values = np.sort(np.concatenate([o.survival for o in ranked[:size]]))[::-1]
+            tokens = requests + np.concatenate([[0.0], np.cumsum(values)])
+            times = row[requests : requests + len(tokens)] + self.costs.draft(others + size)
+            theta = float((tokens / times).max())
+            if theta >= best:
+                best, chosen = theta, size
+        return ranked[:chosen]
+
+    def _trial_ms(self, trials: int, drafting: int, requests: int, others: int) -> float:
+        """What a step loses to its trials, fully verified, if they do as the weakest do."""
+        row, verified = self.costs.row(requests), trials * self.gamma
+        gained = 0.0 if self.weakest is None else trials * float(self.weakest.sum())
+        idle = self.costs.draft(others + drafting - trials) if others + drafting > trials else 0.0
+        spent = self.costs.draft(others + drafting) - idle + float(row[requests + verified])
+        return spent - float(row[requests]) * (1 + gained / requests)
+
+    def _wait(self, o: Outlook, requests: int) -> int:
+        """Plain rounds before another trial."""
+        cost = self._trial_ms(1, 1, requests, 0) / (self.share * self._plain(requests))
+        return max(1, math.ceil(cost)) << min(max(o.left_out - 1, 0), 32)
+
+    def _plain(self, requests: int) -> float:
+        return float(self.costs.row(requests)[requests])
+
+    def _covers(self, requests: int, drafting: int) -> bool:
+        return self.costs.covers(requests, requests + drafting * self.gamma)

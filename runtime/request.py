@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .offswitch import OffSwitch
+from .offswitch import Outlook
 from .results import PHASES, FinishReason, Round, Stats
 from .sampling import Purpose, SamplingParams, uniforms
+from .scheduler import COST_BASED
 from .tokenizer import TextStream
 
 
@@ -81,7 +82,7 @@ class Request:
     finish_reason: FinishReason | None = None
     new_text: str = ""  # decoded since a stream took it
     survivals: list[np.ndarray] = field(default_factory=list)  # a_1 … a_γ of its last rounds
-    switch: OffSwitch | None = None  # decides whether it drafts; None: always
+    outlook: Outlook | None = None  # by which it is decided whether it drafts; None: always
     statuses: Counter[str] = field(default_factory=Counter)  # what its schedules reported
     clock: Clock = field(default_factory=Clock)
 
@@ -97,6 +98,14 @@ class Request:
     def most_verified(self, gamma: int) -> int:
         """Drafted tokens that a round of it may verify."""
         return min(gamma, self.budget, self.params.max_verify or gamma)
+
+    @property
+    def may_stop_drafting(self) -> bool:
+        """Whether the off-switch decides on its drafts."""
+        wanted = self.params.off_switch
+        if wanted is None:
+            wanted = self.params.scheduler in COST_BASED
+        return wanted and self.speculative
 
     @property
     def new_context(self) -> int:

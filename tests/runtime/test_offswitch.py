@@ -1,114 +1,194 @@
-"""The off-switch: bounded cost on useless text, no lasting harm on good text."""
+"""The off-switch: bounded cost on useless text, no harm on good text, whole batches."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from draftgraph.graphs.errors import DraftgraphError
-from draftgraph.runtime.offswitch import OffSwitch
+from draftgraph.runtime.costs import CostTable
+from draftgraph.runtime.offswitch import TRIAL, OffSwitch, Outlook
+from draftgraph.runtime.scheduler import ScheduleInput, live_argmax
 
-PLAIN, ROUND = 20.0, 38.0  # T(1); d + T(w): a round must commit 1.9 tokens
-
-
-def run(
-    switch: OffSwitch, length: int, tokens: Callable[[int], int], round_ms: float = ROUND
-) -> tuple[float, list[bool]]:
-    """Time relative to plain decoding and which rounds drafted; tokens(done) of a drafted one."""
-    done, time, drafted = 0, 0.0, []
-    while done < length:
-        drafted.append(switch.drafts())
-        if drafted[-1]:
-            m = tokens(done)
-            switch.observe(m, round_ms, PLAIN)
-            time, done = time + round_ms, done + m
-        else:
-            switch.observe_plain(PLAIN)
-            time, done = time + PLAIN, done + 1
-    return time / (done * PLAIN), drafted
+GAMMA = 7
+BASE, TOKEN, DRAFT = 20.0, 1.0, 9.0  # ms of a step, of every token beyond the first, of a draft
 
 
-def geometric(rng: np.random.Generator, p: float) -> Callable[[int], int]:
-    return lambda _: 1 + int(np.cumprod(rng.random(7) < p).sum())
+def table(draft: float = DRAFT, token: float = TOKEN) -> CostTable:
+    """A step of R requests is BASE wide; drafting costs little more for many than for one."""
+    cells = {
+        (r, n): BASE + token * (n - 1) for r in (1, 2, 4, 8) for n in range(r, r * (GAMMA + 1) + 1)
+    }
+    return CostTable(cells, {r: draft * (3 + r) / 4 for r in (1, 2, 4, 8)})
 
 
-@pytest.mark.parametrize("length", [128, 256, 1024, 8192])
-@pytest.mark.parametrize("round_ms", [22.0, 28.0, 38.0, 60.0])
-def test_useless_text_costs_less_than_three_percent(length: int, round_ms: float) -> None:
-    ratio, drafted = run(OffSwitch(horizon=length), length, lambda _: 1, round_ms)
-    assert ratio <= 1.03
-    assert any(drafted) and not all(drafted)
+def survival(p: float) -> np.ndarray:
+    return p ** np.arange(1, GAMMA + 1)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.3])
-def test_bad_drafters_cost_less_than_three_percent(p: float) -> None:
-    rng = np.random.default_rng(0)
-    ratios = [run(OffSwitch(horizon=256), 256, geometric(rng, p))[0] for _ in range(300)]
-    assert np.max(ratios) <= 1.03
+class Decoder:
+    """Requests under a switch. Tokens verified: what is best for the true survival."""
+
+    def __init__(self, switch: OffSwitch, horizons: list[int]) -> None:
+        self.switch, self.costs = switch, switch.costs
+        self.outlooks = [switch.outlook(h) for h in horizons]
+        self.spent = self.worth = 0.0
+        self.drafted: list[list[bool]] = []
+
+    def round(self, survivals: list[np.ndarray]) -> None:
+        count = len(self.outlooks)
+        chosen = self.switch.choose(self.outlooks, count)
+        lengths = [0] * count
+        if any(chosen):
+            rates = np.array([[x[0]] * GAMMA for x in survivals])  # c_k of a geometric survival
+            limits = np.array([GAMMA if c else 0 for c in chosen])
+            schedule = live_argmax(
+                ScheduleInput(limits, rates, sampled=np.zeros(count, bool), costs=self.costs)
+            )
+            lengths = schedule.lengths.tolist()
+        spent = self.costs.step_ms(count, count + sum(lengths))
+        if any(chosen):
+            spent += self.costs.draft(sum(chosen))
+        tokens = [1 + s[:n].sum() for s, n in zip(survivals, lengths, strict=True)]
+        drawn = [s if c else None for s, c in zip(survivals, chosen, strict=True)]
+        self.switch.observe(self.outlooks, chosen, tokens, drawn, spent)
+        self.drafted.append(chosen)
+        self.spent += spent
+        self.worth += self.costs.step_ms(count, count) * sum(tokens) / count
+
+    def run(self, rounds: int, p: list[float]) -> float:
+        """Time relative to plain decoding."""
+        for _ in range(rounds):
+            self.round([survival(x) for x in p])
+        return self.spent / self.worth
+
+
+@pytest.mark.parametrize("horizon", [32, 128, 1024])
+@pytest.mark.parametrize("requests", [1, 2, 8])
+@pytest.mark.parametrize("draft", [2.0, 20.0])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_useless_drafts_cost_less_than_three_percent(
+    horizon: int, requests: int, draft: float, p: float
+) -> None:
+    decoder = Decoder(OffSwitch(table(draft), GAMMA), [horizon] * requests)
+    assert decoder.run(horizon, [p] * requests) <= 1.03
+
+
+def test_trials_go_on_for_as_long_as_the_text() -> None:
+    """More and more rarely."""
+    decoder = Decoder(OffSwitch(table(), GAMMA), [256])
+    decoder.run(6000, [0.0])
+    at = np.flatnonzero([d[0] for d in decoder.drafted])
+    gaps = np.diff(at)
+    gaps = gaps[gaps > 1]
+    assert len(gaps) >= 5
+    assert gaps[-1] > 1.9 * gaps[-2] > 10 * gaps[0]
 
 
 def test_good_text_keeps_drafting() -> None:
-    rng = np.random.default_rng(1)
-    shares, ratios = [], []
-    for _ in range(200):
-        ratio, drafted = run(OffSwitch(horizon=256), 256, geometric(rng, 0.75))
-        shares.append(np.mean(drafted))
-        ratios.append(ratio)
-    assert np.median(shares) == 1
-    always = 1.9 / (1 + sum(0.75**j for j in range(1, 8)))
-    assert np.mean(ratios) < always + 0.05
+    decoder = Decoder(OffSwitch(table(), GAMMA), [256])
+    ratio = decoder.run(256, [0.75])
+    assert all(d == [True] for d in decoder.drafted)
+    always = (BASE + GAMMA * TOKEN + DRAFT) / (BASE * (1 + survival(0.75).sum()))
+    assert ratio == pytest.approx(always)
 
 
 def test_recovers_when_text_becomes_good() -> None:
-    switch = OffSwitch(horizon=1024)
-    _, drafted = run(switch, 1024, lambda done: 1 if done < 300 else 5)
-    assert not switch.drafts() or switch.on
-    assert switch.on and np.mean(drafted[-50:]) == 1
+    decoder = Decoder(OffSwitch(table(), GAMMA), [1024])
+    decoder.run(300, [0.0])
+    assert not decoder.drafted[-1][0]
+    decoder.run(700, [0.8])
+    assert all(d[0] for d in decoder.drafted[-50:])
 
 
-def test_switches_off_when_text_becomes_bad() -> None:
-    """Earlier gains are not burnt first."""
-    switch = OffSwitch(horizon=1024)
-    _, drafted = run(switch, 3000, lambda done: 6 if done < 2000 else 1)
-    bad = drafted[-900:]
-    assert np.mean(bad) < 0.05
-    assert all(drafted[:300])
+def test_gains_are_not_burnt_when_text_becomes_bad() -> None:
+    decoder = Decoder(OffSwitch(table(), GAMMA), [3000])
+    decoder.run(1000, [0.85])
+    assert all(d[0] for d in decoder.drafted)
+    decoder.run(1000, [0.0])
+    assert np.mean([d[0] for d in decoder.drafted[1000:]]) < 0.05
 
 
-def test_waits_double() -> None:
-    _, drafted = run(OffSwitch(horizon=64), 30000, lambda _: 1)
-    at = np.flatnonzero(drafted)
-    gaps = np.diff(at)
-    gaps = gaps[gaps > 1][1:]  # the first also waits for the allowance
-    assert len(gaps) >= 5 and (gaps[1:] >= 1.9 * gaps[:-1]).all()
+def test_a_batch_drafts_for_those_whose_drafts_pay() -> None:
+    """Two good requests and two bad ones: the bad ones stop, the good ones go on."""
+    decoder = Decoder(OffSwitch(table(draft=4.0, token=0.5), GAMMA), [512] * 4)
+    decoder.run(100, [0.8, 0.0, 0.8, 0.0])
+    late = np.array(decoder.drafted[50:])
+    assert late[:, [0, 2]].all()
+    assert late[:, [1, 3]].mean() < 0.1
 
 
-def test_hysteresis() -> None:
-    """Between the margins a switch that is on stays on, and one that is off stays off."""
-    between = 2.0  # tokens per round: an advantage of 5 %
-    switch = OffSwitch(horizon=10_000)
-    run(switch, 400, lambda _: int(between))
-    assert switch.on
-    for _ in range(6):
-        switch.observe(1, ROUND, PLAIN)
-    assert not switch.on
-    while not switch.drafts():
-        switch.observe_plain(PLAIN)
-    switch.observe(between, ROUND, PLAIN)
-    assert switch.advantage == pytest.approx(0.0526, abs=1e-3) and not switch.on
-    while not switch.drafts():
-        switch.observe_plain(PLAIN)
-    switch.observe(2.2, ROUND, PLAIN)
-    assert switch.on
+def test_one_good_request_does_not_slow_a_batch_down() -> None:
+    """Alone it would gain; among others, all would wait for its draft."""
+    costs = table()
+    alone = Decoder(OffSwitch(costs, GAMMA), [512])
+    assert alone.run(100, [0.6]) < 0.9
+    batch = Decoder(OffSwitch(costs, GAMMA), [512] * 8)
+    assert batch.run(512, [0.6, *[0.0] * 7]) <= 1.03
+    assert not any(batch.drafted[-1])
+
+
+def test_a_calibration_tells_what_to_expect() -> None:
+    """Where the strongest prompts do not pay nothing is tried, and a short request is tried where
+    even the weakest ones pay."""
+    hopeless = OffSwitch(table(), GAMMA, strongest=survival(0.2), weakest=survival(0.1))
+    decoder = Decoder(hopeless, [64] * 4)
+    assert decoder.run(16, [0.1] * 4) == 1.0
+    short = [8]
+    assert Decoder(OffSwitch(table(), GAMMA), short).run(8, [0.8]) == 1.0  # a risk too large
+    strong = OffSwitch(table(), GAMMA, strongest=survival(0.9), weakest=survival(0.7))
+    assert Decoder(strong, short).run(8, [0.8]) < 0.6
+
+
+def test_an_outlook_is_a_mean_that_forgets() -> None:
+    """What it began with counts until the trial is over."""
+    outlook = OffSwitch(table(), GAMMA).outlook(64)
+    assert outlook.survival.tolist() == [1.0] * GAMMA
+    seen = [survival(0.5), survival(0.9), survival(0.1)]
+    for row in seen[:2]:
+        outlook.add(row, decay=0.5)
+    assert outlook.on_trial
+    weights = np.array([1.0, 0.5, 1.0])
+    expected = weights @ np.stack([np.ones(GAMMA), *seen[:2]]) / weights.sum()
+    np.testing.assert_allclose(outlook.survival, expected)
+    outlook.add(seen[2], decay=0.5)
+    assert not outlook.on_trial and outlook.drafted == TRIAL
+    weights = np.array([0.25, 0.5, 1.0])
+    np.testing.assert_allclose(outlook.survival, weights @ np.stack(seen) / weights.sum())
+
+
+def test_losses_are_booked_and_gains_pay_them_back() -> None:
+    switch = OffSwitch(table(), GAMMA)
+    outlook: Outlook = switch.outlook(64)
+    switch.observe([outlook, None], [True, False], [1.0, 1.0], [survival(0.0), None], 40.0)
+    plain = BASE + TOKEN
+    assert switch.loss_ms == pytest.approx(40 - plain)
+    switch.observe([outlook, None], [True, False], [3.0, 1.0], [survival(0.8), None], 40.0)
+    assert switch.loss_ms == pytest.approx(40 - plain + 40 - 2 * plain)
+    switch.observe([outlook, None], [True, False], [8.0, 1.0], [survival(0.9), None], 40.0)
+    assert switch.loss_ms == 0.0
+    switch.observe([outlook, None], [False, False], [1.0, 1.0], [None, None], plain)
+    assert switch.loss_ms == 0.0 and outlook.waited == outlook.left_out == 1
+
+
+def test_others_that_draft_anyway_share_the_cost() -> None:
+    """With seven drafts under way an eighth is cheap."""
+    switch = OffSwitch(table(draft=60.0), GAMMA, strongest=survival(0.7), weakest=survival(0.6))
+    assert switch.choose([switch.outlook(64)], 8) == [False]
+    assert switch.choose([switch.outlook(64)], 8, others=7) == [True]
+
+
+def test_beyond_the_cost_table_all_draft() -> None:
+    switch = OffSwitch(table(draft=1000.0), GAMMA)
+    outlooks = [switch.outlook(64) for _ in range(9)]
+    assert switch.choose(outlooks, 9) == [True] * 9
 
 
 def test_refusals() -> None:
-    for options in ({"share": 0.0}, {"horizon": 0}, {"on_margin": -0.1}, {"decay": 1.0}):
+    for options in ({"share": 0.0}, {"min_gain": -0.1}, {"decay": 1.0}):
         with pytest.raises(DraftgraphError, match="OffSwitch"):
-            OffSwitch(**options)  # type: ignore[arg-type]
-    with pytest.raises(DraftgraphError, match="round of nan ms"):
-        OffSwitch().observe(1, float("nan"), 1.0)
-    with pytest.raises(DraftgraphError, match="tokens"):
-        OffSwitch().observe(float("nan"), 1.0, 1.0)
+            OffSwitch(table(), GAMMA, **options)  # type: ignore[arg-type]
+    switch = OffSwitch(table(), GAMMA)
+    for tokens, ms in ((1.0, float("nan")), (float("nan"), 1.0), (1.0, 0.0)):
+        with pytest.raises(DraftgraphError, match="OffSwitch: a round"):
+            switch.observe([None], [False], [tokens], [None], ms)
