@@ -24,6 +24,7 @@ from .layers import (
     attention,
     axis_size,
     cast,
+    group_mask,
     norm_heads,
     rope_table,
     split_heads,
@@ -80,7 +81,7 @@ class BlockAttention(nn.Module):
         k = op.RotaryEmbedding(norm_heads(op, self.k_norm, k, self.dtype), *tables[0])
         key = write_cache(op, past[0], k, past_length)
         value = write_cache(op, past[1], v, past_length)
-        y = views[1].pack(op, attention(op, q, key, value, mask, s))
+        y = views[1].pack(op, attention(op, q, key, value, mask, s, self.dtype))
         return self.o_proj(op, y), key, value
 
 
@@ -163,6 +164,7 @@ class Backbone(nn.Module):
         block_end = op.Add(op.Unsqueeze(block_start, [1]), op.Constant(value_ints=[gamma - 1]))
         last_visible = op.Add(block_end, op.Mul(slots, op.Constant(value_int=0)))
         mask = visibility_mask(op, last_visible, axis_size(op, past[0][0], 2), dtype)
+        mask = group_mask(op, mask, spec, dtype)
 
         # The anchor is an input; the other γ-1 slots hold the mask token.
         ids = op.Unsqueeze(anchor, [1])

@@ -133,6 +133,22 @@ def visibility_mask(op: Any, last_visible: ir.Value, capacity: ir.Value, dtype: 
     return cast(op, op.Where(visible, zero, masked), "fp32", dtype)
 
 
+def query_groups(spec: DecoderSpec, dtype: DType) -> int:
+    """Query heads that share a key head and become rows of one head; 1 leaves attention as it is.
+
+    The rows of a group see the same cache, so [R, H, S, D] is read as [R, K, H/K·S, D] without
+    moving anything, and one matrix product serves the group: half the time on a CPU in batches.
+    Half precision keeps the grouped form, for which accelerators have their own kernels.
+    """
+    return spec.num_heads // spec.num_kv_heads if dtype == "fp32" else 1
+
+
+def group_mask(op: Any, mask: ir.Value, spec: DecoderSpec, dtype: DType) -> ir.Value:
+    """[R, 1, S, C] -> [R, 1, G·S, C] for G = `query_groups`."""
+    groups = query_groups(spec, dtype)
+    return mask if groups == 1 else op.Concat(*[mask] * groups, axis=2)
+
+
 class Attention(nn.Module):
     """Grouped-query attention over a static cache that is updated in place.
 
@@ -176,7 +192,8 @@ class Attention(nn.Module):
         self, op: Any, q: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value, view: RaggedView
     ) -> ir.Value:
         """q [R, H, S, D] over caches [R, K, C, D] -> [N, d]."""
-        return self.o_proj(op, view.pack(op, attention(op, q, key, value, mask, self.spec)))
+        y = attention(op, q, key, value, mask, self.spec, self.dtype)
+        return self.o_proj(op, view.pack(op, y))
 
 
 def split_heads(op: Any, x: ir.Value, heads: int, head_dim: int) -> ir.Value:
@@ -190,10 +207,21 @@ def norm_heads(op: Any, norm: RMSNorm, x: ir.Value, dtype: DType) -> ir.Value:
 
 
 def attention(
-    op: Any, q: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value, spec: DecoderSpec
+    op: Any,
+    q: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    mask: ir.Value,
+    spec: DecoderSpec,
+    dtype: DType,
 ) -> ir.Value:
-    """q [R, H, S, D] over caches [R, K, C, D] through the additive mask -> [R·S, H·D]."""
+    """q [R, H, S, D] over caches [R, K, C, D] through the mask of `group_mask` -> [R·S, H·D]."""
+    grouped = query_groups(spec, dtype) > 1
+    if grouped:
+        q = op.Reshape(q, [0, spec.num_kv_heads, -1, spec.head_dim])
     y = op.Attention(q, key, value, mask, scale=spec.head_dim**-0.5, is_causal=0)
+    if grouped:
+        y = op.Reshape(y, [0, spec.num_heads, -1, spec.head_dim])
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [-1, spec.num_heads * spec.head_dim])
 
 

@@ -21,6 +21,7 @@ from .layers import (
     arange,
     axis_size,
     cast,
+    group_mask,
     rope_table,
     visibility_mask,
     write_cache,
@@ -93,6 +94,7 @@ class Target(nn.Module):
         )
         table = rope_table(op, positions, c.decoder, c.max_position_embeddings, self.dtype)
         mask = visibility_mask(op, positions, axis_size(op, past[0][0], 2), self.dtype)
+        mask = group_mask(op, mask, c.decoder, self.dtype)
 
         x = self.embed_tokens(op, input_ids)
         stream = {-1: x}  # id i: residual stream after layer i

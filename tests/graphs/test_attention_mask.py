@@ -154,8 +154,12 @@ def with_lengths(total: Callable[[onnx.GraphProto], str], causal: int) -> Callab
     def edit(graph: onnx.GraphProto) -> None:
         lengths = total(graph)
         # The new nodes come first; they depend on graph inputs only.
+        made = {output: node for node in graph.node for output in node.output}
         for node in graph.node:
             if node.op_type == "Attention":
+                query = made[node.input[0]]
+                if query.op_type == "Reshape":  # rows of a group of heads have no causal order
+                    node.input[0] = query.input[0]
                 node.input[:] = [*node.input[:3], "", "", "", lengths]
                 for a in node.attribute:
                     if a.name == "is_causal":
