@@ -12,7 +12,14 @@ import numpy as np
 
 from ..graphs.errors import DraftgraphError
 from .backends import open_backend
-from .backends.base import AcceptSampling, Backend, ContextBatch, DraftSampling, TokenBatch
+from .backends.base import (
+    PREFILL_CHUNK,
+    AcceptSampling,
+    Backend,
+    ContextBatch,
+    DraftSampling,
+    TokenBatch,
+)
 from .bundle import Bundle, load_bundle
 from .calibration import Calibration
 from .costs import CostTable, find_costs
@@ -25,8 +32,6 @@ from .tokenizer import Prompt, Tokenizer
 
 # Made for a bundle after its export, kept in its directory.
 CALIBRATION, COSTS = "calibration.json", "costs"
-# Longest chunk of a prompt in one target call; bounds the size of intermediate tensors.
-PREFILL_CHUNK = 512
 
 
 class Engine:
@@ -48,6 +53,7 @@ class Engine:
         self.tokenizer = Tokenizer(bundle)
         self.gamma = bundle.draft.block_size
         self.max_requests = max_requests
+        self.longest = min(bundle.max_seq_len, backend.longest or bundle.max_seq_len)
         self.calibration = calibration
         self.costs = costs
         if calibration is not None:
@@ -72,12 +78,13 @@ class Engine:
         max_requests: how many requests may decode together; each takes its share of the caches.
         verify: compare every file with its hash first. The bundle's calibration.json and the cost
         table of this machine are used where they exist; set `calibration` and `costs` of the
-        engine to use others, or None. Options of the cpu provider: threads (size
-        of the process-wide pool, default all cores) and markov ("auto": the truncated head where
-        the bundle has one, "topk", or "full"). Raises `DraftgraphError`.
+        engine to use others, or None. provider: "cpu", "cuda", "tensorrt" or "nv-tensorrt-rtx";
+        docs/gpu.md has its options. Of all: markov ("auto": the truncated head where the bundle has
+        one, "topk", or "full"), threads (size of the process-wide pool, default all cores) and
+        strict_placement. Raises `DraftgraphError`.
         """
         bundle = load_bundle(path, verify=verify)
-        backend = open_backend(bundle, provider, **options)
+        backend = open_backend(bundle, provider, max_requests=max_requests, **options)
         fitted = bundle.path / CALIBRATION
         return cls(
             bundle,
@@ -550,7 +557,7 @@ class Engine:
         if not 0 <= number < 2**64:
             raise DraftgraphError(f"number is {number!r}, expected an integer in [0, 2**64)")
         ids = self.tokenizer.encode(prompt)
-        vocabulary, longest = self.bundle.target.vocab_size, self.bundle.max_seq_len
+        vocabulary, longest = self.bundle.target.vocab_size, self.longest
         if not ids:
             raise DraftgraphError("the prompt is empty; give at least one token")
         outside = [i for i in ids if not 0 <= i < vocabulary]
@@ -558,16 +565,18 @@ class Engine:
             raise DraftgraphError(
                 f"prompt: token id {outside[0]} is outside the vocabulary of {vocabulary}"
             )
+        whose, remedy = "the bundle's capacity", "export with a larger --max-seq-len"
+        if longest < self.bundle.max_seq_len:
+            whose, remedy = "the room that the provider's capacity leaves", "raise capacity"
         if len(ids) >= longest:
             raise DraftgraphError(
-                f"the prompt has {len(ids)} tokens, the bundle's capacity is {longest}; shorten "
-                "the prompt or export with a larger --max-seq-len"
+                f"the prompt has {len(ids)} tokens, {whose} is {longest}; shorten the prompt or "
+                f"{remedy}"
             )
         if len(ids) + params.max_new_tokens > longest:
             raise DraftgraphError(
                 f"max_new_tokens is {params.max_new_tokens}, but after a prompt of {len(ids)} "
-                f"tokens the bundle's capacity of {longest} leaves {longest - len(ids)}; lower it "
-                "or export with a larger --max-seq-len"
+                f"tokens {whose} of {longest} leaves {longest - len(ids)}; lower it or {remedy}"
             )
         bad = [i for i in params.stop_ids or () if i >= vocabulary]
         if bad:

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from draftgraph.export.bundle import export_bundle
 from draftgraph.export.checkpoints import read_draft, read_target
-from draftgraph.runtime.backends import onnxruntime_cpu
 from draftgraph.runtime.backends.base import AcceptSampling, Backend, ContextBatch, TokenBatch
+from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backend
 from draftgraph.tools.cli import app
 
 GOLDENS_ROOT = Path(__file__).parent / "goldens"
@@ -199,7 +199,7 @@ def write_random_pair(
 
 def open_model(model: onnx.ModelProto) -> ort.InferenceSession:
     """A session on the process-wide thread pool, for graphs that a test builds or edits."""
-    onnxruntime_cpu._use_one_thread_pool(None)
+    onnxruntime_backend.use_one_thread_pool(None)
     options = ort.SessionOptions()
     options.use_per_session_threads = False
     options.log_severity_level = 3  # else it warns when caches are copied, which is fine here

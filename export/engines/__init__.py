@@ -5,14 +5,11 @@ process-wide choice between the two and no step that is missing here.
 """
 
 from .build import BuiltEngine, build_engines
-from .options import BACKENDS, EngineOptions, Profile, check_profiles, profiles
+from .options import BACKENDS, EngineOptions
 
 __all__ = [
     "BACKENDS",
     "BuiltEngine",
     "EngineOptions",
-    "Profile",
     "build_engines",
-    "check_profiles",
-    "profiles",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +19,11 @@ from ...runtime.engine_cache import (
     graph_hashes,
     sidecars,
 )
+from ...runtime.machine import gpu
+from ...runtime.profiles import Profile, check_profiles, profiles
 from .library import load_tensorrt
 from .network import LogKeeper, parse_graph
-from .options import EngineOptions, Profile, check_options, check_profiles, profiles
+from .options import EngineOptions, check_options
 
 Report = Callable[[str], None]
 
@@ -72,14 +73,14 @@ def build_engines(
     names = list(bundle.graphs) if graphs is None else list(graphs)
     for name in names:
         bundle.graph_path(name)  # refuses a name that the bundle does not have
-        check_profiles(bundle, name, options, profiles(bundle, name, options))
+        check_profiles(bundle, name, options.limits, profiles(bundle, name, options.limits))
     trt = load_tensorrt(options.backend)
     if options.backend == "tensorrt":
         options = _for_this_device(options)
     session: _Session | None = None
     built = []
     for name in names:
-        made = profiles(bundle, name, options)
+        made = profiles(bundle, name, options.limits)
         key = engine_key(bundle, name, options, made, trt.__version__)
         kept, reason = _lookup(bundle, name, key)
         if kept is not None and not rebuild:
@@ -215,17 +216,8 @@ def _for_this_device(options: EngineOptions) -> EngineOptions:
 
 def device_capability() -> str | None:
     """Compute capability of the first GPU, None without a driver or device."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, numbers = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    for number, attribute in zip(numbers, (75, 76), strict=True):  # COMPUTE_CAPABILITY_MAJOR, MINOR
-        if cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device):
-            return None
-    return f"{numbers[0].value}.{numbers[1].value}"
+    found = gpu()
+    return None if found is None else found.compute_capability
 
 
 def _timing_cache(config: Any, folder: Path) -> Any:

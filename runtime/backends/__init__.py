@@ -1,4 +1,4 @@
-"""One file per backend; `open_backend` picks one by provider name."""
+"""One module or package per backend; `open_backend` picks one by provider name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,35 @@ from ...graphs.errors import DraftgraphError
 from ..bundle import Bundle
 from .base import Backend
 
-PROVIDERS = ("cpu",)
+PROVIDERS = ("cpu", "cuda", "tensorrt", "nv-tensorrt-rtx")
 
 
 def open_backend(bundle: Bundle, provider: str, **options: Any) -> Backend:
     """The backend of a provider; an unknown one is an error that names those there are."""
-    if provider == "cpu":
-        from .onnxruntime_cpu import OnnxRuntimeCpu
+    _check(provider)
+    try:
+        if provider == "cpu":
+            from .onnxruntime_cpu import OnnxRuntimeCpu
 
-        return OnnxRuntimeCpu(bundle, **options)
-    raise DraftgraphError(f"provider is {provider!r}, expected one of {list(PROVIDERS)}")
+            return OnnxRuntimeCpu(bundle, **options)
+        from .onnxruntime import providers
+        from .onnxruntime.backend import OnnxRuntime
+
+        return OnnxRuntime(bundle, providers.PROVIDERS[provider], **options)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise DraftgraphError(f"provider {provider}: unknown option ({error})") from None
+
+
+def available(provider: str, device_id: int = 0) -> str | None:
+    """Why a provider cannot run in this process and on this machine; None where it can."""
+    _check(provider)
+    from .onnxruntime import providers
+
+    return providers.PROVIDERS[provider].problem(device_id)
+
+
+def _check(provider: str) -> None:
+    if provider not in PROVIDERS:
+        raise DraftgraphError(f"provider is {provider!r}, expected one of {list(PROVIDERS)}")

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+# Longest chunk of a prompt in one target call; bounds the size of intermediate tensors.
+PREFILL_CHUNK = 512
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -69,6 +72,17 @@ class Backend(Protocol):
     """One device running the graphs of a bundle for R slots, each holding one request or none."""
 
     seconds: dict[str, float]  # time spent inside the device runtime, by phase
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a request, prompt and output; None where the caches grow as needed."""
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """Rows per slot that the caches of target and drafter have now."""
+
+    def report(self) -> dict[str, Any]:
+        """What runs where and how, for people: plain data."""
 
     def fingerprint(self) -> dict[str, Any]:
         """What step times depend on: device, backend and version, graphs, dtype, threads."""

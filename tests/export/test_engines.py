@@ -19,14 +19,7 @@ import pytest
 from helpers import GOLDENS, export_pair, load_golden
 from typer.testing import CliRunner
 
-from draftgraph.export.engines import (
-    EngineOptions,
-    Profile,
-    build_engines,
-    check_profiles,
-    library,
-    profiles,
-)
+from draftgraph.export.engines import EngineOptions, build_engines, library
 from draftgraph.export.engines import build as build_module
 from draftgraph.export.engines.build import _progress_monitor, device_capability
 from draftgraph.export.engines.network import LogKeeper, parse_graph
@@ -34,6 +27,7 @@ from draftgraph.export.engines.options import check_options
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.runtime import Bundle, load_bundle
 from draftgraph.runtime.engine_cache import Sidecar, check_engine, sidecars
+from draftgraph.runtime.profiles import Profile, check_profiles, profiles
 from draftgraph.tools.cli import app
 
 BundleFactory = Callable[..., Path]
@@ -267,13 +261,13 @@ def test_smallest_capacity_is_enough(half: BundleFactory) -> None:
 def test_profiles_cover_every_width(half: BundleFactory) -> None:
     bundle = load_bundle(half("qwen3-vanilla"))
     for graph in bundle.graphs:
-        made = profiles(bundle, graph, OPTIONS)
-        check_profiles(bundle, graph, OPTIONS, made)
+        made = profiles(bundle, graph, OPTIONS.limits)
+        check_profiles(bundle, graph, OPTIONS.limits, made)
         assert [p.name for p in made] == (
             ["verify", "prefill"] if graph in ("target", "backbone") else ["verify"]
         )
     (cells,) = [t for t in bundle.graphs["target"].inputs if t.name == "cell_token"]
-    verify, prefill = profiles(bundle, "target", OPTIONS)
+    verify, prefill = profiles(bundle, "target", OPTIONS.limits)
     assert verify.shape(cells) == ((1, 1), (2, 8), (2, 8))
     assert prefill.shape(cells) == ((1, 1), (1, 32), (2, 32))
 
@@ -292,13 +286,13 @@ def test_a_profile_that_excludes_a_width(
     half: BundleFactory, axis: str, limits: tuple[int, int, int], message: str
 ) -> None:
     bundle = load_bundle(half("qwen3-vanilla"))
-    verify = profiles(bundle, "target", OPTIONS)[0]
+    verify = profiles(bundle, "target", OPTIONS.limits)[0]
     narrow = Profile("verify", {**verify.axes, axis: limits})
     with pytest.raises(DraftgraphError, match=message):
-        check_profiles(bundle, "target", OPTIONS, [narrow])
+        check_profiles(bundle, "target", OPTIONS.limits, [narrow])
     missing = Profile("verify", {a: r for a, r in verify.axes.items() if a != axis})
     with pytest.raises(DraftgraphError, match=f"no range for \\['{axis}'\\]"):
-        check_profiles(bundle, "target", OPTIONS, [missing])
+        check_profiles(bundle, "target", OPTIONS.limits, [missing])
 
 
 def test_a_capability_that_rtx_does_not_have(trt: Any, copied: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from draftgraph.runtime import DraftgraphError, Engine, SamplingParams
-from draftgraph.runtime.backends import onnxruntime_cpu
+from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backend
 
 
 def test_truncation_and_padding_of_a_checkpoint_are_not_applied(
@@ -37,7 +37,7 @@ def test_bindings_are_bounded(text_bundle: Path, monkeypatch: pytest.MonkeyPatch
     prompts = [[5 + i, 6, 7] for i in range(5)]
     params = SamplingParams(max_new_tokens=24, scheduler="threshold", threshold=0.6)
     expected = [o.token_ids for o in engine.generate_batch(prompts, params)]
-    monkeypatch.setattr(onnxruntime_cpu, "_MOST_BINDINGS", 4)
+    monkeypatch.setattr(onnxruntime_backend, "_MOST_BINDINGS", 4)
     again = [o.token_ids for o in engine.generate_batch(prompts, params)]
     assert again == expected
     assert len(engine.backend._bindings) <= 4  # type: ignore[attr-defined]

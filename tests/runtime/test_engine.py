@@ -15,7 +15,7 @@ from helpers import GOLDENS, GOLDENS_ROOT, Golden, export_pair, load_golden, wri
 
 from draftgraph.runtime import DraftgraphError, Engine, Output, SamplingParams
 from draftgraph.runtime import engine as engine_module
-from draftgraph.runtime.backends import onnxruntime_cpu
+from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backend
 from draftgraph.runtime.engine import Draft, Request
 
 EngineFactory = Callable[..., Engine]
@@ -146,7 +146,7 @@ def test_prefill_in_chunks(
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Caches exactly as large as `reserve` asks for: one row too few is an error."""
-    monkeypatch.setattr(onnxruntime_cpu, "capacity_step", lambda rows: rows)
+    monkeypatch.setattr(onnxruntime_backend, "capacity_step", lambda rows: rows)
     yield
 
 

@@ -22,13 +22,13 @@ from safetensors.numpy import load_file, save_file
 
 from draftgraph.export.reference import ReferenceTarget, processed_probs
 from draftgraph.runtime import load_bundle, scheduler
-from draftgraph.runtime.backends import onnxruntime_cpu
 from draftgraph.runtime.backends.base import (
     AcceptSampling,
     ContextBatch,
     DraftSampling,
     TokenBatch,
 )
+from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backend
 from draftgraph.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from draftgraph.runtime.costs import CostTable
 from draftgraph.runtime.scheduler import LAG, POLICIES, Policy, ScheduleInput, survival
@@ -89,7 +89,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def small_caches() -> Iterator[None]:
     """Capacity in steps of 16 rows: thousands of requests fit and attention is cheap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnxruntime_cpu, "capacity_step", lambda rows: -(-rows // 16) * 16)
+        patch.setattr(onnxruntime_backend, "capacity_step", lambda rows: -(-rows // 16) * 16)
         yield
 
 

@@ -23,13 +23,13 @@ from scipy import stats
 
 from draftgraph.export.reference import ReferenceTarget, inverse_cdf, processed_probs
 from draftgraph.runtime import Engine, SamplingParams, load_bundle
-from draftgraph.runtime.backends import onnxruntime_cpu
 from draftgraph.runtime.backends.base import (
     AcceptSampling,
     ContextBatch,
     DraftSampling,
     TokenBatch,
 )
+from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backend
 from draftgraph.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from draftgraph.runtime.sampling import Purpose, uniforms
 
@@ -84,7 +84,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 def small_caches() -> Iterator[None]:
     """Capacity in steps of 16 rows: thousands of requests fit and attention is cheap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnxruntime_cpu, "capacity_step", lambda rows: -(-rows // 16) * 16)
+        patch.setattr(onnxruntime_backend, "capacity_step", lambda rows: -(-rows // 16) * 16)
         yield
 
 

@@ -1,0 +1,1 @@
+"""ONNX Runtime on every provider: phases in `backend`, what differs in the other modules."""
