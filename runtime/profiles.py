@@ -41,15 +41,19 @@ class Profile:
         return tuple(tuple(r[i] for r in ranges) for i in range(3))
 
 
-def check_limits(bundle: Bundle, limits: Limits) -> None:
-    """Refuses a bundle and limits that TensorRT cannot build for."""
-    gamma = bundle.draft.block_size
+def check_precision(bundle: Bundle) -> None:
+    """Refuses a bundle whose attention TensorRT has no kernel for."""
     if bundle.dtype == "fp32":
         raise DraftgraphError(
             f"{bundle.path}: an fp32 bundle; TensorRT has no dedicated fp32 kernel for attention "
             "and its builder refuses the graph, so export the pair again with --dtype fp16 or "
             "--dtype bf16"
         )
+
+
+def check_limits(bundle: Bundle, limits: Limits) -> None:
+    """Refuses limits that leave no room for a round."""
+    gamma = bundle.draft.block_size
     if limits.max_batch < 1 or limits.prefill_len < 1:
         raise DraftgraphError(
             f"max-batch is {limits.max_batch} and prefill-len {limits.prefill_len}, expected at "

@@ -174,8 +174,12 @@ class Bench:
     def _machine(self, load: float) -> dict[str, Any]:
         import onnxruntime
 
-        bundle = self.engine.bundle
+        bundle, backend = self.engine.bundle, self.engine.backend
+        fingerprint = backend.fingerprint()
         return {
+            "backend": fingerprint["backend"],
+            "device": fingerprint["device"],
+            "report": backend.report(),
             "cpu": processor_name(),
             "cpu_count": os.cpu_count(),
             "threads": self.threads,

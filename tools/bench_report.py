@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..runtime.results import PHASES
 from .console import heading, number, table
+from .stats import device_lines
 
 
 def render(measured: dict[str, Any], console: Console) -> None:
@@ -34,6 +35,10 @@ def render(measured: dict[str, Any], console: Console) -> None:
 
 def _machine(measured: dict[str, Any], console: Console) -> None:
     m, s = measured["machine"], measured["settings"]
+    if m["backend"] != "onnxruntime-cpu":
+        console.print(f"{m['device']}, {m['backend']}")
+        for line in device_lines(m["report"]):
+            console.print(line, soft_wrap=True)
     console.print(
         f"{m['cpu']}, {m['threads']} threads of {m['cpu_count']} CPUs, ONNX Runtime "
         f"{m['onnxruntime']}, {m['dtype']}, bundle {m['bundle_sha256'][:12]}"

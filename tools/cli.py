@@ -61,6 +61,25 @@ MarkovHead = Annotated[
     Literal["auto", "full", "topk"],
     typer.Option(help="Markov graph: over the full vocabulary, or over the top k base logits."),
 ]
+Provider = Annotated[
+    str, typer.Option(help="What runs the graphs: cpu, cuda, tensorrt or nv-tensorrt-rtx.")
+]
+Device = Annotated[int, typer.Option(min=0, help="Number of the GPU.")]
+Capacity = Annotated[
+    int | None,
+    typer.Option(
+        help="Cache rows per request; the TensorRT providers need it, the others grow.",
+        show_default=False,
+    ),
+]
+CudaGraphs = Annotated[
+    bool | None,
+    typer.Option("--cuda-graphs/--no-cuda-graphs", help="[default: where the provider can]"),
+]
+StrictPlacement = Annotated[
+    bool,
+    typer.Option("--strict-placement", help="Refuse graphs with nodes outside of the provider."),
+]
 NoVerify = Annotated[
     bool, typer.Option("--no-verify", help="Do not compare the files with their hashes.")
 ]
@@ -202,6 +221,11 @@ def generate(
     no_speculative: Annotated[
         bool, typer.Option("--no-speculative", help="One token at a time, same target graph.")
     ] = False,
+    provider: Provider = "cpu",
+    device: Device = 0,
+    capacity: Capacity = None,
+    cuda_graphs: CudaGraphs = None,
+    strict_placement: StrictPlacement = False,
     threads: Threads = None,
     markov: MarkovHead = "auto",
     no_verify: NoVerify = False,
@@ -211,7 +235,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Decode one prompt; text appears as it is committed."""
-    from ..runtime import Engine, SamplingParams
+    from ..runtime import SamplingParams
 
     request = _prompt(prompt, prompt_ids, prompt_file, chat, system)
     params = SamplingParams(
@@ -226,7 +250,18 @@ def generate(
         scheduler=scheduler,
         threshold=threshold,
     )
-    engine = Engine.load(bundle, verify=not no_verify, threads=threads, markov=markov)
+    engine = _load(
+        bundle,
+        provider,
+        no_verify=no_verify,
+        max_requests=1,
+        threads=threads,
+        markov=markov,
+        device_id=device,
+        capacity=capacity,
+        cuda_graphs=cuda_graphs,
+        strict_placement=strict_placement,
+    )
     if as_json:
         output = engine.generate(request, params, speculative=not no_speculative)
         print(json.dumps(_as_json(output), ensure_ascii=False))
@@ -237,6 +272,16 @@ def generate(
 
         sys.stdout.flush()
         render_stats(engine, output)
+
+
+def _load(bundle: Path, provider: str, *, no_verify: bool, **options: Any) -> Engine:
+    """The engine of a command; options that were not given are left to the provider."""
+    from ..runtime import Engine
+
+    given = {name: value for name, value in options.items() if value not in (None, False)}
+    if options["cuda_graphs"] is False:
+        given["cuda_graphs"] = False
+    return Engine.load(bundle, provider, verify=not no_verify, **given)
 
 
 def _prompt(
@@ -325,6 +370,11 @@ def bench(
     temperature: Temperature = 0.0,
     scheduler: Scheduler = "full",
     threshold: Threshold = 0.5,
+    provider: Provider = "cpu",
+    device: Device = 0,
+    capacity: Capacity = None,
+    cuda_graphs: CudaGraphs = None,
+    strict_placement: StrictPlacement = False,
     threads: Threads = None,
     markov: MarkovHead = "auto",
     no_verify: NoVerify = False,
@@ -343,7 +393,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure plain against speculative decoding on the same prompts, interleaved."""
-    from ..runtime import Engine, SamplingParams
+    from ..runtime import SamplingParams
     from .bench import Bench, check_comparison, write_json
     from .bench_report import render
     from .prompts import read_prompts
@@ -358,7 +408,18 @@ def bench(
     peer_path = check_comparison(compare, target)
     if json_out is not None and (json_out.is_dir() or not json_out.absolute().parent.is_dir()):
         raise DraftgraphError(f"{json_out}: give a file name in an existing directory for --json")
-    engine = Engine.load(bundle, verify=not no_verify, threads=threads, markov=markov)
+    engine = _load(
+        bundle,
+        provider,
+        no_verify=no_verify,
+        max_requests=1,
+        threads=threads,
+        markov=markov,
+        device_id=device,
+        capacity=capacity,
+        cuda_graphs=cuda_graphs,
+        strict_placement=strict_placement,
+    )
     measured = Bench(
         engine,
         params,
@@ -430,18 +491,33 @@ def profile(
     batch: Annotated[str, typer.Option(help="Numbers of requests to measure.")] = "1,2,4,8",
     context: Annotated[int, typer.Option(help="Committed tokens of every request.")] = 256,
     repeat: Annotated[int, typer.Option(help="Timed passes; medians are kept.")] = 11,
+    provider: Provider = "cpu",
+    device: Device = 0,
+    capacity: Capacity = None,
+    cuda_graphs: CudaGraphs = None,
+    strict_placement: StrictPlacement = False,
     threads: Threads = None,
     markov: MarkovHead = "auto",
     no_verify: NoVerify = False,
 ) -> None:
     """Measure what a step costs on this machine; the cost-based schedulers need it."""
-    from ..runtime import Engine
     from ..runtime.costs import fingerprint_name
     from ..runtime.engine import COSTS
     from .profile import profile as measure
 
     batches = _ids("--batch", batch)
-    engine = Engine.load(bundle, verify=not no_verify, threads=threads, markov=markov)
+    engine = _load(
+        bundle,
+        provider,
+        no_verify=no_verify,
+        max_requests=max(1, *batches),
+        threads=threads,
+        markov=markov,
+        device_id=device,
+        capacity=capacity,
+        cuda_graphs=cuda_graphs,
+        strict_placement=strict_placement,
+    )
     table = measure(
         engine, batches=batches, context=context, repeat=repeat, report=console.progress
     )
@@ -474,11 +550,16 @@ def calibrate(
     trace: Annotated[
         Path | None, typer.Option(help="Also write the rounds here, for simulate.")
     ] = None,
+    provider: Provider = "cpu",
+    device: Device = 0,
+    capacity: Capacity = None,
+    cuda_graphs: CudaGraphs = None,
+    strict_placement: StrictPlacement = False,
     threads: Threads = None,
     no_verify: NoVerify = False,
 ) -> None:
     """Fit the confidence temperatures (STS) under full verification, into the bundle."""
-    from ..runtime import Engine, SamplingParams
+    from ..runtime import SamplingParams
     from ..runtime.calibration import fit, reliability_svg
     from ..runtime.engine import CALIBRATION
     from ..runtime.jsonfile import write_text
@@ -488,7 +569,17 @@ def calibrate(
 
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     sets = [read_prompts(file, limit) for file in prompts]
-    engine = Engine.load(bundle, verify=not no_verify, threads=threads, max_requests=batch)
+    engine = _load(
+        bundle,
+        provider,
+        no_verify=no_verify,
+        max_requests=batch,
+        threads=threads,
+        device_id=device,
+        capacity=capacity,
+        cuda_graphs=cuda_graphs,
+        strict_placement=strict_placement,
+    )
     wrap = engine.tokenizer.has_chat_template if chat is None else chat
     asked = [p.formatted(wrap) for s in sets for p in s.prompts]
     outputs = record(engine, asked, params, console.progress)

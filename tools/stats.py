@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..runtime import Engine, Output
 from ..runtime.results import PHASES
 from .console import number, progress, size
@@ -29,20 +31,27 @@ def render_stats(engine: Engine, output: Output) -> None:
     progress(
         f"TTFT {s.ttft_ms:.1f} ms, TPOT {number(s.tpot_ms, '.1f')} ms, total {s.total_ms:.0f} ms"
     )
-    target, draft = cache_rows(output, engine.gamma)
+    target, draft = engine.backend.capacity
     per_target, per_draft = engine.bundle.kv_bytes
     progress(
         f"KV cache: {size(target * per_target + draft * per_draft)} = target {target} rows × "
         f"{per_target} bytes + draft {draft} rows × {per_draft} bytes"
     )
+    for line in device_lines(engine.backend.report()):
+        progress(line)
 
 
-def cache_rows(output: Output, gamma: int) -> tuple[int, int]:
-    """Capacity of the target's and the drafter's cache at the end of a generation."""
-    from ..runtime.backends.onnxruntime_cpu import capacity_step
-
-    target = len(output.prompt_ids) + len(output.token_ids) - 1
-    if not output.rounds:
-        return capacity_step(target), 0
-    start = output.rounds[-1].start
-    return capacity_step(max(target, start + 1 + gamma)), capacity_step(start + gamma)
+def device_lines(report: dict[str, Any]) -> list[str]:
+    """Placement and CUDA graphs, for providers of a device."""
+    if report["provider"] == "cpu":
+        return []
+    lines = []
+    for graph, placed in report["placement"].items():
+        counts = ", ".join(f"{n} on {ep}" for ep, n in sorted(placed["nodes"].items()))
+        lines.append(f"{graph}: nodes {counts} ({len(placed['shapes'])} of them for shapes only)")
+    if report["cuda_graphs"] is not None:
+        counts = ", ".join(f"{n} {what}" for what, n in report["cuda_graphs"].items())
+        lines.append(f"CUDA graphs: runs {counts}")
+    for graph, reason in report["without_cuda_graphs"].items():
+        lines.append(f"{graph}: no CUDA graphs: {reason}")
+    return lines

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...graphs.errors import DraftgraphError
 from ...runtime.bundle import Bundle
-from ...runtime.profiles import Limits, check_limits
+from ...runtime.profiles import Limits, check_limits, check_precision
 
 BACKENDS = ("tensorrt", "tensorrt-rtx")
 # TensorRT-RTX builds for named devices; these three are what ONNX Runtime's provider accepts too.
@@ -38,6 +38,7 @@ def check_options(bundle: Bundle, options: EngineOptions) -> EngineOptions:
     """The options with defaults filled in; refuses those that no engine can be built for."""
     if options.backend not in BACKENDS:
         raise DraftgraphError(f"backend is {options.backend!r}, expected one of {list(BACKENDS)}")
+    check_precision(bundle)
     check_limits(bundle, options.limits)
     capabilities = options.compute_capabilities
     for capability in capabilities:

@@ -6,6 +6,7 @@ output of the same run, so TensorScatter updates it in place. Bindings are kept 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
@@ -21,7 +22,7 @@ from ....graphs.errors import DraftgraphError
 from ...bundle import WEIGHTS, Bundle
 from ...engine_cache import ENGINES
 from ...machine import available_cores, gpu, processor_name
-from ...profiles import Limits, check_limits
+from ...profiles import Limits, check_limits, check_precision
 from ..base import PREFILL_CHUNK, AcceptSampling, ContextBatch, DraftSampling, TokenBatch
 from ..calls import GraphCall, LogitRows, accept_call, backbone_call, markov_call, target_call
 from ..hugepages import large_pages
@@ -35,6 +36,7 @@ from .providers import (
     open_session,
     provider_options,
     session_options,
+    version,
 )
 
 # Graph inputs that read an intermediate tensor of another name.
@@ -43,6 +45,8 @@ _SOURCES = {"target_logits": "logits", "features": "context_features"}
 _KEEP_UP_TO_TOKENS = 64
 # A batch meets many combinations of shapes; this many are remembered, about 30 KB each.
 _MOST_BINDINGS = 512
+
+_LOG = logging.getLogger(__name__)
 
 _thread_pool_size: int | None = None
 
@@ -93,18 +97,20 @@ class OnnxRuntime:
         strict_placement: bool = False,
         engine_cache: str | Path | None = None,
     ) -> None:
-        _check_options(bundle, provider, markov, capacity, cuda_graphs)
+        _check_options(bundle, provider, markov, capacity, cuda_graphs, device_id)
         self.bundle, self.provider, self.device_id = bundle, provider, device_id
-        self._limits = _limits(bundle, capacity, max_requests) if provider.engines else None
+        self._limits = None
+        if provider.fixed_capacity:
+            self._limits = _limits(bundle, capacity, max_requests)
         if problem := provider.problem(device_id):
             raise DraftgraphError(f"provider {provider.name}: {problem}")
-        _check_precision(bundle, provider, device_id)
+        _check_bf16(bundle, provider, device_id)
         use_one_thread_pool(threads)
         self.seconds: dict[str, float] = defaultdict(float)
         truncated = markov != "full" and "markov_topk" in bundle.graphs
         self._markov = "markov_topk" if truncated else "markov"
         self._strict = strict_placement
-        self._engine_cache = _engine_cache(bundle, provider, engine_cache)
+        self._engine_cache = self._cache_folder(engine_cache)
         self._sessions: dict[str, ort.InferenceSession] = {}
         self.placements: dict[str, Placement] = {}
         self._hosted: dict[str, frozenset[str]] = {}  # inputs that a graph wants on the host
@@ -155,11 +161,13 @@ class OnnxRuntime:
             session = self._open_with(name, path, False)
         placed = placement(name, path, self.provider.ep, session)
         self.placements[name] = placed
-        if placed.elsewhere and self._strict:
-            raise DraftgraphError(
-                f"{path}: these nodes do not run on {self.provider.ep}: "
-                f"{', '.join(placed.elsewhere)}; leave strict placement out to run them elsewhere"
-            )
+        if placed.elsewhere:
+            message = f"{path}: not on {self.provider.ep}: {', '.join(placed.elsewhere)}"
+            if self._strict:
+                raise DraftgraphError(
+                    f"{message}; leave strict placement out to run them elsewhere"
+                )
+            _LOG.warning("%s; every step waits for them", message)
         self._hosted[name] = hosted_inputs(session, self.provider.device)
         lost = [t for t in self._hosted[name] if t.startswith("past_") and t != "past_length"]
         if lost:
@@ -187,6 +195,20 @@ class OnnxRuntime:
             self.device_id,
         )
 
+    def _cache_folder(self, folder: str | Path | None) -> Path | None:
+        """The folder of what a provider compiles; made here, as native code writes to it."""
+        if self._limits is None:
+            return None
+        name = f"{self.provider.name}-{self._limits.capacity}x{self._limits.max_batch}"
+        path = Path(folder) if folder else self.bundle.path / ENGINES / f"onnxruntime-{name}"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DraftgraphError(
+                f"{path}: cannot be made ({error.strerror}); name another folder as engine_cache"
+            ) from None
+        return path
+
     def fingerprint(self) -> dict[str, Any]:
         cpu = self.provider.device == "cpu"
         graphs = ("target", "backbone", self._markov, "confidence")
@@ -196,7 +218,7 @@ class OnnxRuntime:
         facts = {
             "device": f"{processor_name()}, {os.cpu_count()} cores",
             "backend": f"onnxruntime-{self.provider.name}",
-            "backend_version": ort.__version__,
+            "backend_version": version(self.provider),
             "graphs": {name: self.bundle.files[name]["sha256"][:16] for name in files},
             "dtype": self.bundle.dtype,
             "threads": _thread_pool_size,
@@ -536,7 +558,12 @@ def hosted_inputs(session: ort.InferenceSession, device: str) -> frozenset[str]:
 
 
 def _check_options(
-    bundle: Bundle, provider: Provider, markov: str, capacity: int | None, graphs: bool | None
+    bundle: Bundle,
+    provider: Provider,
+    markov: str,
+    capacity: int | None,
+    graphs: bool | None,
+    device_id: int,
 ) -> None:
     if markov not in ("auto", "full", "topk"):
         raise DraftgraphError(f'markov is {markov!r}, expected "auto", "full" or "topk"')
@@ -545,7 +572,13 @@ def _check_options(
             f"{bundle.path}: no truncated Markov graph in this bundle; export it with "
             '--markov-top-k, or use markov="full"'
         )
-    if capacity is not None and not provider.engines:
+    if not provider.fp32:
+        check_precision(bundle)
+    if device_id < 0 or (device_id and provider.device == "cpu"):
+        raise DraftgraphError(
+            f"device_id is {device_id}, expected the number of a GPU, for providers that use one"
+        )
+    if capacity is not None and not provider.fixed_capacity:
         raise DraftgraphError(
             f"capacity is {capacity}, but the caches of provider {provider.name} grow as needed; "
             "leave it out"
@@ -563,7 +596,7 @@ def _limits(bundle: Bundle, capacity: int | None, max_requests: int) -> Limits:
     return limits
 
 
-def _check_precision(bundle: Bundle, provider: Provider, device_id: int) -> None:
+def _check_bf16(bundle: Bundle, provider: Provider, device_id: int) -> None:
     if provider.device == "cpu" or bundle.dtype != "bf16":
         return
     found = gpu(device_id)
@@ -572,20 +605,6 @@ def _check_precision(bundle: Bundle, provider: Provider, device_id: int) -> None
             f"{bundle.path}: a bf16 bundle, but {found.name} (compute capability "
             f"{found.compute_capability}) has no bf16 arithmetic; export with --dtype fp16"
         )
-
-
-def _engine_cache(bundle: Bundle, provider: Provider, folder: str | Path | None) -> Path | None:
-    """The folder of what a provider compiles; made here, since it is written by native code."""
-    if not provider.engines:
-        return None
-    path = Path(folder) if folder else bundle.path / ENGINES / f"onnxruntime-{provider.name}"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DraftgraphError(
-            f"{path}: cannot be made ({error.strerror}); name another folder with engine_cache"
-        ) from None
-    return path
 
 
 def _cache_names(spec: DecoderSpec) -> list[str]:

@@ -28,20 +28,13 @@ class Placement:
     shapes: tuple[str, ...]
     elsewhere: tuple[str, ...]
 
-    def line(self) -> str:
-        """The report of one graph."""
-        counts = ", ".join(f"{n} on {ep}" for ep, n in sorted(self.nodes.items()))
-        text = f"{self.graph}: {counts}"
-        if self.elsewhere:
-            text += f"; not on {self.provider}: {', '.join(self.elsewhere)}"
-        return text
-
 
 def placement(graph: str, path: Path, wanted: str, session: ort.InferenceSession) -> Placement:
     """Reads the assignment that the session recorded when it was made."""
     for_shapes: set[str] | None = None
     counts: Counter[str] = Counter()
-    shapes, elsewhere = [], []
+    shapes: list[str] = []
+    elsewhere: list[str] = []
     for part in session.get_provider_graph_assignment_info():
         for node in part.get_nodes():
             counts[part.ep_name] += 1

@@ -6,10 +6,12 @@ CUDA `enable_cuda_graph`, `gpu_graph_id`; TensorRT `trt_*`; TensorRT-RTX plugin 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,19 +40,21 @@ _GPU_WHEEL = (
 class Provider:
     """One execution provider.
 
-    device: type of its memory in ONNX Runtime. engines: it builds TensorRT engines, so the cache
-    length is fixed and fp32 is refused. prefix: of its options that name profile shapes.
-    graph_option, graph_id: how CUDA graphs are switched on, and the run option that selects one.
-    fallbacks: providers that may take nodes it refuses, before the CPU. problem: why it cannot run
-    here, or None.
+    device: type of its memory in ONNX Runtime. host: that memory is ordinary memory.
+    fixed_capacity: it builds engines, for which the cache length is fixed. fp32: it runs fp32
+    bundles. prefix: of its options that name profile shapes. graph_option, graph_id: how CUDA
+    graphs are switched on, and the run option that selects one. fallbacks: providers that may take
+    nodes it refuses, before the CPU. problem: why it cannot run here, or None. plugin: it is
+    registered at run time.
     """
 
     name: str
     ep: str
     device: str
     problem: Callable[[int], str | None]
-    host: bool = False  # its memory is ordinary memory
-    engines: bool = False
+    host: bool = False
+    fixed_capacity: bool = False
+    fp32: bool = True
     prefix: str = ""
     graph_option: str = ""
     graph_id: str = ""
@@ -69,7 +73,7 @@ def _cuda_problem(device_id: int, ep: str = "CUDAExecutionProvider") -> str | No
 
 def _missing_library() -> str | None:
     """The first library of CUDA or cuDNN that cannot be loaded; without one the CPU takes over."""
-    if hasattr(ort, "preload_dlls"):
+    with contextlib.redirect_stdout(sys.stderr):  # it prints what it does not find
         ort.preload_dlls()
     major = str(getattr(ort, "cuda_version", "")).split(".")[0]
     if not major:  # not this wheel's business: a plugin brings its own
@@ -148,7 +152,8 @@ PROVIDERS = {
             "TensorrtExecutionProvider",
             "cuda",
             _tensorrt_problem,
-            engines=True,
+            fixed_capacity=True,
+            fp32=False,
             prefix="trt_profile_",
             graph_option="trt_cuda_graph_enable",
             graph_id="gpu_graph_id",
@@ -159,7 +164,8 @@ PROVIDERS = {
             "NvTensorRTRTXExecutionProvider",
             "cuda",
             _rtx_problem,
-            engines=True,
+            fixed_capacity=True,
+            fp32=False,
             prefix="nv_profile_",
             graph_option="enable_cuda_graph",
             graph_id="cuda_graph_annotation_id",
@@ -167,6 +173,14 @@ PROVIDERS = {
         ),
     )
 }
+
+
+def version(p: Provider) -> str:
+    """Of ONNX Runtime and of what the provider brings, as far as it is known."""
+    module = sys.modules.get(RTX_PACKAGE if p.plugin else "tensorrt")
+    if not p.fixed_capacity or module is None:
+        return ort.__version__
+    return f"{ort.__version__}, {module.__name__} {module.__version__}"
 
 
 # Options
