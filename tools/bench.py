@@ -95,7 +95,7 @@ class Bench:
     ) -> tuple[list[tuple[Path, BenchPrompt, list[int]]], list[dict[str, Any]]]:
         """Prompts as ids; those that do not fit the bundle's capacity are left out and listed."""
         jobs, skipped = [], []
-        room = self.engine.bundle.max_seq_len - self.params.max_new_tokens
+        room = self.engine.longest - self.params.max_new_tokens
         for prompt_set in sets:
             for prompt in prompt_set.prompts:
                 ids = self.engine.tokenizer.encode(prompt.formatted(self.chat))
@@ -110,7 +110,7 @@ class Bench:
                 )
         if not jobs:
             raise DraftgraphError(
-                f"no prompt fits: the bundle's capacity is {self.engine.bundle.max_seq_len} and "
+                f"no prompt fits: the bundle's capacity is {self.engine.longest} and "
                 f"max_new_tokens is {self.params.max_new_tokens}; lower it, shorten the prompts or "
                 "export with a larger --max-seq-len"
             )

@@ -46,7 +46,7 @@ def measure_steps(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
     Every pass runs each width and one draft, in an order that rotates; all sessions stay alive.
     """
     backend, gamma = engine.backend, engine.gamma
-    past = min(ROWS, engine.bundle.max_seq_len - gamma - 1)
+    past = min(ROWS, engine.longest - gamma - 1)
     rows = np.resize(np.array(ids, np.int64), past + gamma + 1)
     context = min(COMMITTED, gamma + 1)
     backend.reserve(1, past + gamma + 1, past + context + gamma)

@@ -510,7 +510,7 @@ def profile(
         bundle,
         provider,
         no_verify=no_verify,
-        max_requests=max(1, *batches),
+        max_requests=max([1, *batches]),
         threads=threads,
         markov=markov,
         device_id=device,

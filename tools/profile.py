@@ -31,7 +31,7 @@ def profile(
     about R / 4, spread evenly over the requests. context: committed rows of every request. All
     sessions are alive and take turns, as in decoding: a pass runs each cell and one draft.
     """
-    gamma, longest = engine.gamma, engine.bundle.max_seq_len
+    gamma, longest = engine.gamma, engine.longest
     if not batches or any(r < 1 for r in batches):
         raise DraftgraphError(f"--batch is {list(batches)}, expected numbers of at least 1")
     if repeat < 3:

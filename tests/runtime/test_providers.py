@@ -40,6 +40,8 @@ from draftgraph.runtime.backends.onnxruntime.placement import placement, shape_n
 from draftgraph.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from draftgraph.runtime.machine import Gpu
 from draftgraph.runtime.profiles import Limits
+from draftgraph.tools.bench_steps import measure_steps
+from draftgraph.tools.profile import profile
 
 BundleFactory = Callable[..., Path]
 
@@ -170,6 +172,18 @@ def test_inputs_that_a_session_wants_on_the_host(bundle: BundleFactory) -> None:
     assert backend.report()["cuda_graphs"]["captured"] > 0
     target = [b for key, b in backend._bindings.items() if key[0] == "target"]
     assert target and not any(b.options for b in target)  # host values would be frozen in a graph
+
+
+def test_measuring_within_a_fixed_capacity(bundle: BundleFactory) -> None:
+    """The benchmark's single steps and the cost table, at the longest context that fits."""
+    engine = device_engine(bundle(NAME), FIXED, capacity=64, max_requests=2)
+    assert engine.longest == 50
+    steps = measure_steps(engine, [5, 6, 7])
+    assert steps["past_length"] == 42 and list(steps["target_ms"]) == ["1", "2", "4", "8"]
+    table = profile(engine, batches=(1, 2), context=42, repeat=3)
+    assert {r for r, _ in table.cells} == {1, 2} and table.fingerprint["capacity"] == 64
+    with pytest.raises(DraftgraphError, match="expected 1 to 42"):
+        profile(engine, batches=(1,), context=43, repeat=3)
 
 
 # Memory

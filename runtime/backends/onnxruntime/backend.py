@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ class OnnxRuntime:
     def _session(self, name: str) -> ort.InferenceSession:
         """The session of a graph, made on first use."""
         if name not in self._sessions:
-            with large_pages():
+            with large_pages() if self.provider.host else nullcontext():
                 self._sessions[name] = self._open(name)
         return self._sessions[name]
 
