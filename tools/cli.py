@@ -453,6 +453,11 @@ def sweep(
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
     repeat: Annotated[int, typer.Option(help="Passes; speeds are their medians.")] = 5,
     chat: ChatTemplate = None,
+    provider: Provider = "cpu",
+    device: Device = 0,
+    capacity: Capacity = None,
+    cuda_graphs: CudaGraphs = None,
+    strict_placement: StrictPlacement = False,
     threads: Threads = None,
     no_verify: NoVerify = False,
     json_out: Annotated[
@@ -460,7 +465,7 @@ def sweep(
     ] = None,
 ) -> None:
     """Compare schedules with plain greedy decoding, in turns, by batch size and prompt file."""
-    from ..runtime import Engine, SamplingParams
+    from ..runtime import SamplingParams
     from ..runtime.jsonfile import write_json
     from .prompts import read_prompts
     from .sweep import Sweep, parse_schedule, render
@@ -471,7 +476,17 @@ def sweep(
     if any(b < 1 for b in batches):
         raise DraftgraphError(f"--batch is {list(batches)}, expected numbers of at least 1")
     sets = [read_prompts(file, limit) for file in prompts]
-    engine = Engine.load(bundle, verify=not no_verify, threads=threads, max_requests=max(batches))
+    engine = _load(
+        bundle,
+        provider,
+        no_verify=no_verify,
+        max_requests=max(batches),
+        threads=threads,
+        device_id=device,
+        capacity=capacity,
+        cuda_graphs=cuda_graphs,
+        strict_placement=strict_placement,
+    )
     measured = Sweep(
         engine,
         schedules,

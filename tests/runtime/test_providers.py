@@ -589,6 +589,7 @@ def test_commands(bundle: BundleFactory, tmp_path: Path) -> None:
         ("bench", "--prompts", prompts),
         ("profile",),
         ("calibrate", "--prompts", prompts),
+        ("sweep", "--prompts", prompts, "--schedule", "full"),
     ):
         name, *rest = command
         result = run_cli(name, path, *rest, "--provider", "nowhere")
