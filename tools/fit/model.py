@@ -102,20 +102,9 @@ class Drafter:
                 for part, table in ((context, tables[0]), (y, tables[1]))
             ]
             values = [self._heads(part, prefix, "v", spec.num_kv_heads) for part in (context, y)]
-            mixed = torch.cat(
-                [
-                    attend(*parts, gamma)
-                    for parts in zip(
-                        q.split([n * gamma for n in blocks]),
-                        keys[0].split(rows),
-                        values[0].split(rows),
-                        keys[1].split([n * gamma for n in blocks]),
-                        values[1].split([n * gamma for n in blocks]),
-                        visible,
-                        strict=True,
-                    )
-                ]
-            )
+            near = [part.split([n * gamma for n in blocks]) for part in (q, keys[1], values[1])]
+            far = [part.split(rows) for part in (keys[0], values[0])]
+            mixed = torch.cat([attend(*parts) for parts in zip(*near, *far, visible, strict=True)])
             x = x + self._linear(mixed, prefix + "self_attn.o_proj")
             y = rms_norm(x, w[prefix + "post_attention_layernorm.weight"], spec.rms_norm_eps)
             gate = self._linear(y, prefix + "mlp.gate_proj")
@@ -194,22 +183,21 @@ def context_mask(anchors: Tensor, rows: int) -> Tensor:
 
 def attend(
     q: Tensor,
-    context_k: Tensor,
-    context_v: Tensor,
     block_k: Tensor,
     block_v: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
     visible: Tensor,
-    gamma: int,
 ) -> Tensor:
     """Attention of the blocks of one sequence -> [A·γ, H·D].
 
-    q [A·γ, H, D]; context k, v [P, G, D]; block k, v [A·γ, G, D]; visible [A, P] of `context_mask`.
+    q [A·γ, H, D]; block k, v [A·γ, G, D]; context k, v [P, G, D]; visible [A, P] of `context_mask`.
     A slot sees the visible context and all slots of its own block, in both directions. The context
     part is one product per key-value head over all blocks, which keeps it large.
     """
     total, heads, size = q.shape
     groups, rows, blocks = context_k.shape[1], len(context_k), len(visible)
-    share = heads // groups
+    share, gamma = heads // groups, total // blocks
     # [G, H/G, A, γ, D]
     q = q.view(blocks, gamma, groups, share, size).permute(2, 3, 0, 1, 4) * size**-0.5
     flat = q.reshape(groups, share * total, size)
