@@ -699,6 +699,56 @@ def fit(
     render(run(options, console.progress), console.stdout())
 
 
+@app.command()
+def fit_compare(
+    target: Annotated[str, typer.Option(help="The target that the data was sampled from.")],
+    data: Annotated[Path, typer.Option(help="Data folder of a fit.")],
+    families: Annotated[
+        str, typer.Option(help="Of dspark, dflash, eagle3, mtp, medusa.")
+    ] = "dspark,dflash,eagle3,mtp,medusa",
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks to train each on.")] = 50_000,
+    block_size: Annotated[int, typer.Option(min=1, help="Drafted tokens of a round, γ.")] = 7,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the block drafters.")] = 2,
+    markov_rank: Annotated[int, typer.Option(min=1, help="Rank of DSpark's Markov head.")] = 64,
+    vocab: Annotated[int, typer.Option(min=0, help="Tokens of the training softmax.")] = 8192,
+    sequences_per_step: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
+    anchors_per_sequence: Annotated[int, typer.Option(min=1, help="Blocks of each.")] = 64,
+    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1.2e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything.")] = 0,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Train small drafters of several families on the same data and compare them."""
+    try:
+        from .fit_compare import compare, render
+        from .fit_drafter import Shape, TrainOptions
+    except ImportError as error:
+        raise _missing_extra(error, "fit-compare", "export") from None
+    from ..runtime.jsonfile import write_json
+
+    rows = compare(
+        target,
+        data,
+        families.split(","),
+        Shape(block_size=block_size, layers=layers, markov_rank=markov_rank),
+        TrainOptions(
+            anchors=anchors,
+            sequences_per_step=sequences_per_step,
+            anchors_per_sequence=anchors_per_sequence,
+            learning_rate=lr,
+            vocab=vocab,
+        ),
+        seed=seed,
+        threads=threads,
+        report=console.progress,
+    )
+    if json_out is not None:
+        write_json(json_out, {"schema_version": 1, "rows": rows})
+    render(rows, console.stdout())
+
+
 def _numbers(option: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))

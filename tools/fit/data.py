@@ -447,6 +447,7 @@ class Dataset:
     def __init__(
         self, folder: Path, features_of: Callable[[Sequence[int]], Tensor] | None = None
     ) -> None:
+        self.folder = folder
         self._handles: list[Any] = []
         self._features_of = features_of
         places: list[_Place] = []

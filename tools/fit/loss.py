@@ -60,6 +60,10 @@ class Targets(NamedTuple):
     ids: Tensor
     probs: Tensor
 
+    def first(self, slots: int, gamma: int) -> Targets:
+        """Of the first slots of every block of γ."""
+        return Targets(*(t.unflatten(0, (-1, gamma))[:, :slots].flatten(0, 1) for t in self))
+
 
 class HeadTerms(NamedTuple):
     """loss: Σ_rows weight · (ce · CE + tv · TV), the only one with a gradient. overlap [n] =

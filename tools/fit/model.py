@@ -28,11 +28,13 @@ class Context:
 
     features [P, m·d]: tapped target states of positions 0 .. P-1 (any float dtype); anchors [A]
     i64: positions, each at most P. A block at anchor a attends to the rows before a only: the
-    features of the anchor itself are not known when the runtime drafts.
+    features of the anchor itself are not known when the runtime drafts. text [> P] i64: the tokens,
+    for drafters that also read them (`relatives.py`).
     """
 
     features: Tensor
     anchors: Tensor
+    text: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Drafter:
         spec = contract.decoder
         self._inv_freq, self._rope_scale = inverse_frequencies(spec.rope, spec.head_dim)
 
+    @property
+    def trained_slots(self) -> int:
+        """Slots that training looks at, the first ones."""
+        return self.contract.block_size
+
     def parameters(self) -> Iterator[Tensor]:
         yield from self.weights.values()
 
@@ -76,15 +83,13 @@ class Drafter:
 
     def backbone(self, contexts: list[Context], anchor_ids: Tensor) -> Tensor:
         """One parallel pass over all blocks [anchor, mask × (γ-1)] -> hidden [N, γ, d]."""
-        c, spec, w = self.contract, self.contract.decoder, self.weights
+        c, spec = self.contract, self.contract.decoder
         count, gamma = len(anchor_ids), c.block_size
         ids = torch.full((count, gamma), c.mask_token_id)
         ids[:, 0] = anchor_ids
         x = self.embed[ids.flatten()]  # [N·γ, d]
         features = torch.cat([part.features for part in contexts]).to(x.dtype)
-        context = rms_norm(
-            F.linear(features, w["fc.weight"]), w["hidden_norm.weight"], spec.rms_norm_eps
-        )
+        context = self._norm(self._linear(features, "fc"), "hidden_norm")
         rows = [len(part.features) for part in contexts]
         blocks = [len(part.anchors) for part in contexts]
         row_positions = torch.cat([torch.arange(n) for n in rows])
@@ -95,7 +100,7 @@ class Drafter:
         visible = [context_mask(part.anchors, n) for part, n in zip(contexts, rows, strict=True)]
         for layer in range(spec.num_layers):
             prefix = f"layers.{layer}."
-            y = rms_norm(x, w[prefix + "input_layernorm.weight"], spec.rms_norm_eps)
+            y = self._norm(x, prefix + "input_layernorm")
             q = self._heads(y, prefix, "q", spec.num_heads, tables[1])
             keys = [
                 self._heads(part, prefix, "k", spec.num_kv_heads, table)
@@ -106,11 +111,8 @@ class Drafter:
             far = [part.split(rows) for part in (keys[0], values[0])]
             mixed = torch.cat([attend(*parts) for parts in zip(*near, *far, visible, strict=True)])
             x = x + self._linear(mixed, prefix + "self_attn.o_proj")
-            y = rms_norm(x, w[prefix + "post_attention_layernorm.weight"], spec.rms_norm_eps)
-            gate = self._linear(y, prefix + "mlp.gate_proj")
-            up = self._linear(y, prefix + "mlp.up_proj")
-            x = x + self._linear(F.silu(gate) * up, prefix + "mlp.down_proj")
-        return rms_norm(x, w["norm.weight"], spec.rms_norm_eps).view(count, gamma, -1)
+            x = x + self._mlp(self._norm(x, prefix + "post_attention_layernorm"), prefix)
+        return self._norm(x, "norm").view(count, gamma, -1)
 
     def markov(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What W2 multiplies and W1[previous token], both [N, γ, r]."""
@@ -154,12 +156,19 @@ class Drafter:
         y = self._linear(x, f"{prefix}self_attn.{kind}_proj").view(len(x), heads, spec.head_dim)
         if table is None:
             return y
-        y = rms_norm(y, self.weights[f"{prefix}self_attn.{kind}_norm.weight"], spec.rms_norm_eps)
+        y = self._norm(y, f"{prefix}self_attn.{kind}_norm")
         low, high = y.chunk(2, -1)
         return y * table[0][:, None] + torch.cat([-high, low], -1) * table[1][:, None]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.weights[name + ".weight"], self.weights.get(name + ".bias"))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, self.weights[name + ".weight"], self.contract.decoder.rms_norm_eps)
+
+    def _mlp(self, x: Tensor, prefix: str) -> Tensor:
+        gate, up = (self._linear(x, f"{prefix}mlp.{kind}_proj") for kind in ("gate", "up"))
+        return self._linear(F.silu(gate) * up, prefix + "mlp.down_proj")
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].to(torch.float32) * self._inv_freq
@@ -191,13 +200,14 @@ def attend(
 ) -> Tensor:
     """Attention of the blocks of one sequence -> [A·γ, H·D].
 
-    q [A·γ, H, D]; block k, v [A·γ, G, D]; context k, v [P, G, D]; visible [A, P] of `context_mask`.
-    A slot sees the visible context and all slots of its own block, in both directions. The context
-    part is one product per key-value head over all blocks, which keeps it large.
+    q [A·γ, H, D]; block k, v [A·n, G, D], n = γ here; context k, v [P, G, D]; visible [A, P] of
+    `context_mask`. A slot sees the visible context and all rows of its own block, in both
+    directions. The context part is one product per key-value head over all blocks, which keeps it
+    large.
     """
     total, heads, size = q.shape
     groups, rows, blocks = context_k.shape[1], len(context_k), len(visible)
-    share, gamma = heads // groups, total // blocks
+    share, gamma, near_rows = heads // groups, total // blocks, len(block_k) // blocks
     # [G, H/G, A, γ, D]
     q = q.view(blocks, gamma, groups, share, size).permute(2, 3, 0, 1, 4) * size**-0.5
     flat = q.reshape(groups, share * total, size)
@@ -205,11 +215,12 @@ def attend(
     far = far.view(groups, share, blocks, gamma, rows)
     far = far.masked_fill(~visible[:, None], float("-inf"))
     near_k, near_v = (
-        x.view(blocks, gamma, groups, size).permute(2, 0, 1, 3)[:, None] for x in (block_k, block_v)
-    )  # [G, 1, A, γ, D]
-    near = q @ near_k.transpose(-1, -2)  # [G, H/G, A, γ, γ]
+        x.view(blocks, near_rows, groups, size).permute(2, 0, 1, 3)[:, None]
+        for x in (block_k, block_v)
+    )  # [G, 1, A, n, D]
+    near = q @ near_k.transpose(-1, -2)  # [G, H/G, A, γ, n]
     weights = torch.cat([far, near], -1).softmax(-1).to(q.dtype)
-    far, near = weights.split([rows, gamma], -1)
+    far, near = weights.split([rows, near_rows], -1)
     mixed = far.reshape(groups, share * total, rows) @ context_v.permute(1, 0, 2)
     mixed = mixed.view(groups, share, blocks, gamma, size) + near @ near_v
     return mixed.permute(2, 3, 0, 1, 4).reshape(total, heads * size)

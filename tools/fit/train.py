@@ -105,7 +105,7 @@ def make_batch(
     for index, places in chosen:
         anchors = torch.from_numpy(places)
         text, first = data.tokens(index), data.record(index).prompt_length
-        contexts.append(Context(data.features(index, int(anchors.max())), anchors))
+        contexts.append(Context(data.features(index, int(anchors.max())), anchors, text))
         at = anchors[:, None] + slots  # of the tokens before the slots; labels are one further
         last = len(text) - 1
         tokens.append(text[at.clamp(max=last)])
@@ -213,8 +213,9 @@ class Trainer:
 
     def loss(self, batch: Batch) -> Terms:
         head = self._head
+        slots = self.drafter.trained_slots
         with self._autocast():
-            out = self.drafter.blocks(batch.contexts, batch.tokens)
+            out = self.drafter.blocks(batch.contexts, batch.tokens[:, :slots])
         w2 = self.drafter.weights.get("markov_head.markov_w2.weight")
         hidden, low_rank = out.hidden, out.low_rank
         if self.recipe.bf16:
@@ -225,9 +226,9 @@ class Trainer:
             out.confidence,
             head,
             None if w2 is None else w2.index_select(0, self.columns.tokens),
-            batch.targets,
-            batch.valid,
-            self.recipe.loss.slots(self.gamma),
+            batch.targets if slots == self.gamma else batch.targets.first(slots, self.gamma),
+            batch.valid[:, :slots],
+            self.recipe.loss.slots(slots),
             self.recipe.loss,
         )
 
