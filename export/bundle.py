@@ -283,7 +283,7 @@ def export_bundle(
         report("validating every graph against torch")
         validation = validate_bundle(load_bundle(folder, verify=False), target, draft, report)
         _write_json(folder / "validation.json", validation)
-        _seal(folder)
+        seal(folder)
         _replace(folder, out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -346,7 +346,7 @@ def _write(
         "files": {},
     }
     _write_json(folder / MANIFEST, manifest)
-    _seal(folder)
+    seal(folder)
 
 
 def _save(model: ir.Model, file: Path) -> str:
@@ -356,7 +356,7 @@ def _save(model: ir.Model, file: Path) -> str:
     return file.name
 
 
-def _seal(folder: Path) -> None:
+def seal(folder: Path) -> None:
     """Record size and hash of every file in the manifest."""
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     manifest["files"] = {

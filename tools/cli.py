@@ -713,6 +713,207 @@ def build(
     run(bundle, options, graphs=graph, rebuild=rebuild)
 
 
+@app.command()
+def fit(
+    target: Annotated[str, typer.Option(help="Checkpoint directory, .gguf file or hub id.")],
+    out: Annotated[Path, typer.Option(help="Directory of the run; the same call goes on in it.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines with a prompt each, or text with one a line; repeatable. Files take "
+            "turns, so each has an equal share.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Texts this target sampled earlier (.npz: tokens, lengths, starts, temps).",
+            show_default=False,
+        ),
+    ] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Drafter to go on from; it gives the shape too.")
+    ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(help="Bundle whose target graph is used, and whose drafter's shape."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Data folder to use and add to. [default: OUT/data]")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to sample from the target.")] = 120_000,
+    anchors: Annotated[int, typer.Option(help="Blocks to train on.")] = 400_000,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    temperatures: Annotated[
+        str, typer.Option(help="Sampling temperatures, taking turns.")
+    ] = "0,0.6,0.8,1",
+    self_written: Annotated[
+        float, typer.Option(help="Share of prompts that the target writes itself.")
+    ] = 0.12,
+    held_out: Annotated[float, typer.Option(help="Share of prompts kept for measuring.")] = 0.06,
+    chat: ChatTemplate = None,
+    block_size: Annotated[int, typer.Option(help="Drafted tokens of a round, γ.")] = 7,
+    layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 2,
+    intermediate: Annotated[
+        int | None, typer.Option(min=1, help="Width of its MLP. [default: the target's]")
+    ] = None,
+    taps: Annotated[
+        str | None,
+        typer.Option(help="Target layers it reads: 1,8,15. [default: five, evenly spaced]"),
+    ] = None,
+    mask_id: Annotated[
+        int | None, typer.Option(help="Token of empty slots. [default: an unused special token]")
+    ] = None,
+    markov: Annotated[
+        Literal["none", "vanilla", "gated", "rnn"],
+        typer.Option(help="Markov head; none is DFlash."),
+    ] = "vanilla",
+    markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head.")] = 64,
+    confidence: Annotated[
+        bool, typer.Option("--confidence/--no-confidence", help="Train a confidence head.")
+    ] = True,
+    vocab: Annotated[
+        int, typer.Option(help="Tokens of the training softmax, the most frequent; 0: all.")
+    ] = 8192,
+    sequences_per_step: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
+    anchors_per_sequence: Annotated[int, typer.Option(min=1, help="Blocks of each.")] = 64,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.2e-3,
+    weight_decay: Annotated[float, typer.Option(min=0, help="Of matrices.")] = 0.01,
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16"],
+        typer.Option(help="Of the matrix products; auto: bf16 where it is measured to be faster."),
+    ] = "auto",
+    checkpoints: Annotated[int, typer.Option(help="How often to measure and report.")] = 8,
+    cache_gib: Annotated[
+        float, typer.Option(help="Disk for target features; beyond it they are recomputed.")
+    ] = 8.0,
+    requests: Annotated[int, typer.Option(help="Texts sampled together.")] = 16,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Of the bundle. [default: the model's limit, at most 4096]")
+    ] = None,
+    with_embeddings: Annotated[
+        bool,
+        typer.Option("--with-embeddings", help="Also store the target's embedding and head."),
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything.")] = 0,
+    threads: Threads = None,
+) -> None:
+    """Fit a DSpark or DFlash drafter to a target, from texts that the target writes."""
+    try:
+        from .fit_drafter import DataOptions, FitOptions, Shape, TrainOptions
+        from .fit_drafter import fit as run
+    except ImportError as error:
+        raise _missing_extra(error, "fit", "export") from None
+    from .fit_report import render
+
+    options = FitOptions(
+        target=target,
+        out=out,
+        prompts=tuple(prompts or ()),
+        samples=tuple(samples or ()),
+        init=init,
+        bundle=bundle,
+        data_dir=data,
+        shape=Shape(
+            block_size=block_size,
+            layers=layers,
+            intermediate_size=intermediate,
+            taps=None if taps is None else _ids("--taps", taps),
+            mask_token_id=mask_id,
+            markov=markov,
+            markov_rank=markov_rank,
+            confidence=confidence,
+        ),
+        data=DataOptions(
+            tokens=tokens,
+            max_new_tokens=max_new_tokens,
+            temperatures=_numbers("--temperatures", temperatures),
+            self_written=self_written,
+            held_out=held_out,
+            chat=chat,
+            requests=requests,
+            cache_gib=cache_gib,
+        ),
+        train=TrainOptions(
+            anchors=anchors,
+            sequences_per_step=sequences_per_step,
+            anchors_per_sequence=anchors_per_sequence,
+            learning_rate=lr,
+            weight_decay=weight_decay,
+            vocab=vocab,
+            precision=precision,
+            checkpoints=checkpoints,
+        ),
+        seed=seed,
+        limit=limit,
+        max_seq_len=max_seq_len,
+        with_embeddings=with_embeddings,
+        threads=threads,
+    )
+    render(run(options, console.progress), console.stdout())
+
+
+@app.command()
+def fit_compare(
+    target: Annotated[str, typer.Option(help="The target that the data was sampled from.")],
+    data: Annotated[Path, typer.Option(help="Data folder of a fit.")],
+    families: Annotated[
+        str, typer.Option(help="Of dspark, dflash, eagle3, mtp, medusa.")
+    ] = "dspark,dflash,eagle3,mtp,medusa",
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks to train each on.")] = 50_000,
+    block_size: Annotated[int, typer.Option(min=1, help="Drafted tokens of a round, γ.")] = 7,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the block drafters.")] = 2,
+    markov_rank: Annotated[int, typer.Option(min=1, help="Rank of DSpark's Markov head.")] = 64,
+    vocab: Annotated[int, typer.Option(min=0, help="Tokens of the training softmax.")] = 8192,
+    sequences_per_step: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
+    anchors_per_sequence: Annotated[int, typer.Option(min=1, help="Blocks of each.")] = 64,
+    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1.2e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything.")] = 0,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Train small drafters of several families on the same data and compare them."""
+    try:
+        from .fit_compare import compare, render
+        from .fit_drafter import Shape, TrainOptions
+    except ImportError as error:
+        raise _missing_extra(error, "fit-compare", "export") from None
+    from ..runtime.jsonfile import write_json
+
+    rows = compare(
+        target,
+        data,
+        families.split(","),
+        Shape(block_size=block_size, layers=layers, markov_rank=markov_rank),
+        TrainOptions(
+            anchors=anchors,
+            sequences_per_step=sequences_per_step,
+            anchors_per_sequence=anchors_per_sequence,
+            learning_rate=lr,
+            vocab=vocab,
+        ),
+        seed=seed,
+        threads=threads,
+        report=console.progress,
+    )
+    if json_out is not None:
+        write_json(json_out, {"schema_version": 1, "rows": rows})
+    render(rows, console.stdout())
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise DraftgraphError(
+            f"{option} is {text!r}, expected numbers separated by commas, for example 0,0.8"
+        ) from None
+
+
 def _missing_extra(error: ImportError, command: str, extra: str) -> Exception:
     """The error of a command whose extra is not installed; any other import error as it is."""
     module = (error.name or "").split(".")[0]

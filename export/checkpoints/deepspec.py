@@ -6,6 +6,7 @@ are anchor-first: block slot k predicts position anchor + k + 1, and slot 0 is u
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import typing
 from pathlib import Path
@@ -22,6 +23,8 @@ from .weights import Weights, open_safetensors, same_values, take_exactly
 log = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+# Ours: tensors left out because they are the target's. DeepSpec itself does not write it.
+SHARED = "shared_with_target"
 _MARKOV_TYPES = ("vanilla", "gated", "rnn")
 # num_anchors is a size of the training batch; auto_map would name a loader for transformers, but
 # here the architecture's name fixes the arithmetic and every tensor is checked against it.
@@ -65,25 +68,9 @@ def read(
     markov, rank = _markov(config)
     confidence, with_markov = _confidence(config, rank)
     tie_flag = config.flag("tie_word_embeddings", False)
+    left_to_target = _left_to_target(config)
     config.refuse_unread(_HARMLESS)
 
-    hidden = spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (vocab, hidden),
-        HEAD: (vocab, hidden),
-        "fc.weight": (hidden, len(taps) * hidden),
-        "hidden_norm.weight": (hidden,),
-        **decoder_tensors(spec),
-        **_markov_tensors(markov, rank, hidden, vocab),
-    }
-    if confidence:
-        shapes["confidence_head.proj.weight"] = (1, hidden + (rank if with_markov else 0))
-        shapes["confidence_head.proj.bias"] = (1,)
-    stored = open_safetensors(directory, provenance)
-    _check_heads(stored, rank, confidence, str(directory))
-    weights = take_exactly(stored, shapes, str(directory), optional={EMBEDDING, HEAD})
-
-    shares_embedding, shares_head = _shared(weights, target, tie_flag, str(directory))
     contract = DraftContract(
         family="deepspec",
         layout="anchor-first",
@@ -96,13 +83,54 @@ def read(
         markov_rank=rank,
         has_confidence=confidence,
         confidence_with_markov=with_markov,
-        shares_embedding=shares_embedding,
-        shares_head=shares_head,
+        shares_embedding=True,
+        shares_head=True,
+    )
+    tables = {EMBEDDING: (vocab, spec.hidden_size), HEAD: (vocab, spec.hidden_size)}
+    shapes = drafter_tensors(contract) | {
+        name: shape for name, shape in tables.items() if name not in left_to_target
+    }
+    stored = open_safetensors(directory, provenance)
+    _check_heads(stored, rank, confidence, str(directory))
+    weights = take_exactly(stored, shapes, str(directory), optional={EMBEDDING, HEAD})
+
+    shares_embedding, shares_head = _shared(weights, target, tie_flag, str(directory))
+    contract = dataclasses.replace(
+        contract, shares_embedding=shares_embedding, shares_head=shares_head
     )
     left_out = {
         n for n, is_shared in ((EMBEDDING, shares_embedding), (HEAD, shares_head)) if is_shared
     }
     return DraftCheckpoint(contract, weights.without(left_out), provenance, directory)
+
+
+def drafter_tensors(contract: DraftContract) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a drafter but embedding and head."""
+    spec, rank = contract.decoder, contract.markov_rank
+    hidden = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(contract.tap_ids) * hidden),
+        "hidden_norm.weight": (hidden,),
+        **decoder_tensors(spec),
+        **_markov_tensors(contract.markov_type, rank, hidden, contract.vocab_size),
+    }
+    if contract.has_confidence:
+        width = hidden + (rank if contract.confidence_with_markov else 0)
+        shapes["confidence_head.proj.weight"] = (1, width)
+        shapes["confidence_head.proj.bias"] = (1,)
+    return shapes
+
+
+def _left_to_target(config: Config) -> list[str]:
+    """Tensors that the file says it leaves to the target."""
+    names = config.get(SHARED)
+    if names is None:
+        return []
+    if not isinstance(names, list) or not set(names) <= {EMBEDDING, HEAD}:
+        raise config.fail(
+            f"{SHARED} is {names!r}, but a list of {EMBEDDING} and {HEAD} is expected"
+        )
+    return names
 
 
 def _refuse_mask_first(config: Config, layout: str | None) -> None:

@@ -1,0 +1,1 @@
+"""Fitting drafters to a target: model, loss, data, training loop, checkpoints (docs/fit.md)."""
