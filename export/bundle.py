@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from ..graphs import build
 from ..graphs.contract import DraftContract, DType, TargetContract, to_dict
-from ..graphs.emulate import EmulateBf16, has_bf16
+from ..graphs.emulate import EmulateHalf, has_half
 from ..graphs.errors import DraftgraphError
 from ..runtime.bundle import (
     FLOAT32_ISLANDS,
@@ -320,8 +320,8 @@ def _write(
             "inputs": _tensor_infos(model.graph.inputs),
             "outputs": _tensor_infos(model.graph.outputs),
         }
-        if has_bf16(model):
-            emulated = EmulateBf16()(model).model
+        if has_half(model):
+            emulated = EmulateHalf()(model).model
             graphs[name]["cpu_file"] = _save(emulated, folder / f"{name}.cpu.onnx")
     for name, content in target.tokenizer_files.items():
         (folder / name).write_bytes(content)

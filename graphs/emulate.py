@@ -1,55 +1,59 @@
-"""A CPU form of bf16 graphs: the same values, computed in float32 and rounded after every operator.
+"""A CPU form of fp16 and bf16 graphs: computed in float32, rounded after every operator.
 
-ONNX Runtime's CPU provider moves bf16 tensors but has no bf16 arithmetic (1.32; fp16 graphs run as
-they are). A bf16 bundle therefore carries this second form of each affected graph, so that it can
-be validated and run anywhere; both forms read the same weights.
+ONNX Runtime's CPU provider (1.32) has no bf16 arithmetic. Most of its fp16 operators are float32
+ones between casts, and it removes such a pair of casts where they meet, so an fp16 graph runs there
+almost unrounded: a value that overflows on a device stays finite, and nothing shows. A half
+precision bundle therefore carries this second form of each affected graph, whose rounding is part
+of the graph, so that it can be validated and run anywhere; both forms read the same weights.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-BF16, F32 = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+F32 = ir.DataType.FLOAT
+HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
-# Operators that only move data: they keep bf16.
+# Operators that only move data: they keep their type.
 _MOVES_DATA = frozenset(
     {"Cast", "Concat", "Gather", "Identity", "Reshape", "Split", "TensorScatter", "Transpose"}
 )
 
 
-def has_bf16(model: ir.Model) -> bool:
-    """Does any tensor of the graph have bf16 elements?"""
+def has_half(model: ir.Model) -> bool:
+    """Does any tensor of the graph have fp16 or bf16 elements?"""
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values()]
     values += [v for node in graph for v in node.outputs]
-    return any(v.dtype == BF16 for v in values)
+    return any(v.dtype in HALF for v in values)
 
 
-class EmulateBf16(ir.passes.InPlacePass):
-    """Wrap every bf16 arithmetic node in casts to float32 and back."""
+class EmulateHalf(ir.passes.InPlacePass):
+    """Wrap every arithmetic node over half-precision tensors in casts to float32 and back."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        casts: dict[ir.Value, ir.Value] = {}  # one float32 copy of each bf16 value
+        casts: dict[ir.Value, ir.Value] = {}  # one float32 copy of each half-precision value
         modified = False
         for node in list(graph):
-            bf16_outputs = [v for v in node.outputs if v.dtype == BF16]
-            touches = bf16_outputs or any(v is not None and v.dtype == BF16 for v in node.inputs)
+            rounded = [(v, v.dtype) for v in node.outputs if v.dtype in HALF]
+            touches = rounded or any(v is not None and v.dtype in HALF for v in node.inputs)
             if node.op_type in _MOVES_DATA or not touches:
                 continue
             modified = True
             for i, value in enumerate(node.inputs):
-                if value is None or value.dtype != BF16:
+                if value is None or value.dtype not in HALF:
                     continue
                 if value not in casts:
                     casts[value] = self._cast(graph, value, F32, before=node)
                 node.replace_input_with(i, casts[value])
-            for value in bf16_outputs:
+            for value, dtype in rounded:
+                assert dtype is not None
                 value.dtype = F32
                 users = list(value.uses())
-                rounded = self._cast(graph, value, BF16, after=node)
+                result = self._cast(graph, value, dtype, after=node)
                 for use in users:
-                    use.node.replace_input_with(use.idx, rounded)
+                    use.node.replace_input_with(use.idx, result)
         return ir.passes.PassResult(model, modified)
 
     def _cast(

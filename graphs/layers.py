@@ -1,8 +1,9 @@
 """Building blocks shared by the target and the backbone graphs.
 
 Precision rule of all graphs: linear layers and attention run in the compute dtype; the residual
-stream, norms, rope tables, features and logits are float32 islands, because hidden states of some
-targets spike far beyond the fp16 range (above 2e4 on Qwen3-8B). With fp32 the casts vanish.
+stream, norms, rope tables, features and the target's logits are float32 islands, because hidden
+states of some targets spike far beyond the fp16 range (above 2e4 on Qwen3-8B) and rounded logits
+tie. With fp32 the casts vanish.
 
 Linear layers run on packed tokens [N, d]; only attention sees the padded view [R, S], so the cost
 of a ragged batch follows its number of tokens. Weights keep torch's [out, in] layout.
@@ -46,6 +47,23 @@ class Linear(nn.Module):
         if self.bias is None:
             return op.Gemm(x, self.weight, transB=1)
         return op.Gemm(x, self.weight, self.bias, transB=1)
+
+
+class Head(nn.Module):
+    """Logits [N, V] in float32 of hidden states x [N, d] in float32; weight [V, d].
+
+    An island: logits of 16 to 32, as models have them, lie 1/64 apart in fp16 and 1/8 in bf16, so
+    rounding them would make ties of the best tokens. Products of fp16 or bf16 numbers are exact in
+    float32, so the weight is not rounded again.
+    """
+
+    def __init__(self, size: int, vocab_size: int, dtype: DType):
+        super().__init__()
+        self.weight = nn.Parameter([vocab_size, size], IR_DTYPE[dtype])
+        self.dtype = dtype
+
+    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+        return op.Gemm(x, cast(op, self.weight, self.dtype, "fp32"), transB=1)
 
 
 class Embedding(nn.Module):

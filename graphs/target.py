@@ -15,12 +15,11 @@ from .layers import (
     Attention,
     DecoderLayer,
     Embedding,
-    Linear,
+    Head,
     RaggedView,
     RMSNorm,
     arange,
     axis_size,
-    cast,
     group_mask,
     rope_table,
     visibility_mask,
@@ -69,7 +68,7 @@ class Target(nn.Module):
         self.embed_tokens = Embedding(contract.vocab_size, spec.hidden_size, dtype)
         self.layers = nn.ModuleList([TargetLayer(spec, dtype) for _ in range(spec.num_layers)])
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.lm_head = Linear(spec.hidden_size, contract.vocab_size, dtype)
+        self.lm_head = Head(spec.hidden_size, contract.vocab_size, dtype)
         if contract.tied_head:
             self.lm_head.weight = self.embed_tokens.weight
         self.contract = contract
@@ -105,7 +104,7 @@ class Target(nn.Module):
             present.append((key, value))
 
         last = self.norm(op, op.Gather(x, logits_index, axis=0))
-        logits = self.lm_head(op, cast(op, last, "fp32", self.dtype))
+        logits = self.lm_head(op, last)
         taps = [stream[i] for i in self.tap_ids]
         features = op.Concat(*taps, axis=-1) if len(taps) > 1 else op.Identity(taps[0])
-        return cast(op, logits, self.dtype, "fp32"), features, present
+        return logits, features, present

@@ -18,15 +18,16 @@ MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 WEIGHTS = "weights.safetensors"
 
-# Float32 islands of fp16 and bf16 bundles, by reason (design rule in graphs/layers.py).
+# Float32 islands of fp16 and bf16 bundles (rule in graphs/layers.py).
 FLOAT32_ISLANDS = (
     "residual stream and target features",
     "RMS norms",
-    "rope tables",
+    "rope tables, rounded where they are applied",
+    "target head and logits",
     "fc over target features",
     "markov gate and joint projections",
     "confidence head",
-    "logits, sampling and acceptance",
+    "sampling and acceptance",
 )
 
 
@@ -43,7 +44,7 @@ class TensorInfo:
 class GraphInfo:
     """One graph of the bundle.
 
-    cpu_file: the form to run on a CPU where it differs (bf16 bundles, see graphs/emulate.py).
+    cpu_file: the form to run on a CPU where it differs (half precision, see graphs/emulate.py).
     """
 
     file: str

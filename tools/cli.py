@@ -98,6 +98,7 @@ ChatTemplate = Annotated[
         help="Put prompts into the chat template. [default: when the bundle has one]",
     ),
 ]
+JsonOut = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
 Threshold = Annotated[float, typer.Option(help="Confidence below which a block is cut.")]
 
 
@@ -388,9 +389,7 @@ def bench(
     compare_limit: Annotated[
         int, typer.Option(min=1, help="Prompts of each file that the peer runs.")
     ] = 2,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file.")
-    ] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """Measure plain against speculative decoding on the same prompts, interleaved."""
     from ..runtime import SamplingParams
@@ -406,8 +405,7 @@ def bench(
     )
     sets = [read_prompts(file, limit) for file in prompts]
     peer_path = check_comparison(compare, target)
-    if json_out is not None and (json_out.is_dir() or not json_out.absolute().parent.is_dir()):
-        raise DraftgraphError(f"{json_out}: give a file name in an existing directory for --json")
+    _check_output(json_out)
     engine = _load(
         bundle,
         provider,
@@ -460,9 +458,7 @@ def sweep(
     strict_placement: StrictPlacement = False,
     threads: Threads = None,
     no_verify: NoVerify = False,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file.")
-    ] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """Compare schedules with plain greedy decoding, in turns, by batch size and prompt file."""
     from ..runtime import SamplingParams
@@ -476,6 +472,7 @@ def sweep(
     if any(b < 1 for b in batches):
         raise DraftgraphError(f"--batch is {list(batches)}, expected numbers of at least 1")
     sets = [read_prompts(file, limit) for file in prompts]
+    _check_output(json_out)
     engine = _load(
         bundle,
         provider,
@@ -498,6 +495,50 @@ def sweep(
     if json_out is not None:
         write_json(json_out, measured)
     render(measured, console.stdout())
+
+
+@app.command()
+def compare(
+    bundle: BundlePath,
+    reference: Annotated[
+        Path, typer.Argument(help="Bundle to compare it with, as a rule fp32.", show_default=False)
+    ],
+    prompts: Annotated[
+        list[Path],
+        typer.Option(help="JSON lines with a prompt each, or text with one a line; repeatable."),
+    ],
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 64,
+    chat: ChatTemplate = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 8,
+    threads: Threads = None,
+    no_verify: NoVerify = False,
+    json_out: JsonOut = None,
+) -> None:
+    """Compare a bundle's logits and greedy output with those of another; both are loaded."""
+    from ..runtime import Engine
+    from ..runtime.jsonfile import write_json
+    from .compare import Comparison, render
+    from .prompts import read_prompts
+
+    sets = [read_prompts(file, limit) for file in prompts]
+    _check_output(json_out)
+    engines = [
+        Engine.load(path, verify=not no_verify, threads=threads, max_requests=batch)
+        for path in (bundle, reference)
+    ]
+    compared = Comparison(
+        *engines, max_new_tokens=max_new_tokens, chat=chat, report=console.progress
+    ).run(sets)
+    if json_out is not None:
+        write_json(json_out, compared)
+    render(compared, console.stdout())
+
+
+def _check_output(file: Path | None) -> None:
+    """Refuse a file that cannot be written before anything is measured."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise DraftgraphError(f"{file}: give a file name in an existing directory for --json")
 
 
 @app.command()
