@@ -128,8 +128,8 @@ def test_stats_name_both_acceptance_rates_and_the_cache(plain: Path) -> None:
         assert word in result.stderr
     target, draft = Engine.load(plain).bundle.kv_bytes
     line = next(line for line in result.stderr.splitlines() if line.startswith("KV cache"))
-    assert f"target 256 rows × {target} bytes" in line
-    assert f"draft 256 rows × {draft} bytes" in line
+    assert f"target 64 rows × {target} bytes" in line
+    assert f"draft 64 rows × {draft} bytes" in line
 
 
 # inspect

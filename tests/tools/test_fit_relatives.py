@@ -117,7 +117,7 @@ def test_a_chain_is_an_ordinary_causal_layer(family: Family, drafters: dict[str,
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Texts that count upwards from a random start, said with certainty; features show the token."""
+    """Texts that count upwards from a random start, with certainty; features show the token."""
     folder = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     table = torch.randn(V, 2 * D, generator=torch.Generator().manual_seed(0))

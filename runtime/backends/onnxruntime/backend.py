@@ -55,10 +55,10 @@ _thread_pool_size: int | None = None
 def capacity_step(rows: int) -> int:
     """The smallest step of the capacity ladder that holds `rows`.
 
-    Attention cost follows the capacity, so steps are fine where they matter: multiples of 256 up to
-    2048, of 1024 above. Growing copies the cache once per step.
+    Attention cost follows the capacity, padded rows included, so steps are an eighth of it at most:
+    64 rows up to 512, 128 up to 1024, 256 up to 2048, then 1024. Growing copies the cache once.
     """
-    step = 256 if rows <= 2048 else 1024
+    step = next((s for s in (64, 128, 256) if rows <= 8 * s), 1024)
     return -(-rows // step) * step
 
 
