@@ -158,7 +158,7 @@ def test_reserved_rows_are_enough(bundle: Callable[..., Path], engine: EngineFac
 
 
 def test_growing_past_a_step_changes_nothing(bundle: Callable[..., Path]) -> None:
-    """The caches are copied every 64 rows, in mid-generation; once more with room from the start."""
+    """The caches are copied every 64 rows, in mid-generation; then with room from the start."""
     prompt = load_golden(NAME).prompts[3]["prompt"]
     params = SamplingParams(max_new_tokens=150, **NO_STOP)
     roomy = Engine.load(bundle(NAME))

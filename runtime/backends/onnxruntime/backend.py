@@ -52,13 +52,14 @@ _LOG = logging.getLogger(__name__)
 _thread_pool_size: int | None = None
 
 
-def capacity_step(rows: int) -> int:
+def capacity_step(rows: int, finest: int = 64) -> int:
     """The smallest step of the capacity ladder that holds `rows`.
 
     Attention cost follows the capacity, padded rows included, so steps are an eighth of it at most:
-    64 rows up to 512, 128 up to 1024, 256 up to 2048, then 1024. Growing copies the cache once.
+    64 rows up to 512, 128 up to 1024, 256 up to 2048, then 1024. Growing copies the cache once. It
+    also voids captured graphs, so devices take no step below 512.
     """
-    step = next((s for s in (64, 128, 256) if rows <= 8 * s), 1024)
+    step = max(finest, next((s for s in (64, 128, 256) if rows <= 8 * s), 1024))
     return -(-rows // step) * step
 
 
@@ -261,7 +262,7 @@ class OnnxRuntime:
 
     def reset(self, slots: int) -> None:
         self._features.clear()
-        smallest = capacity_step(1) if self._limits is None else self._limits.capacity or 0
+        smallest = self._step(1) if self._limits is None else self._limits.capacity or 0
         grown = self._features.grown or any(c > smallest for c in self._capacity.values())
         if slots != self._slots or grown:
             self._forget_bindings()
@@ -271,6 +272,9 @@ class OnnxRuntime:
             self._tensors = {}
             if self._features.grown:
                 self._features = self._feature_rows()
+
+    def _step(self, rows: int) -> int:
+        return capacity_step(rows) if self.provider.host else capacity_step(rows, 512)
 
     def reserve(self, slots: int, target_rows: int, draft_rows: int) -> None:
         if slots != self._slots:
@@ -287,7 +291,7 @@ class OnnxRuntime:
                     assert self._limits.capacity is not None
                     self._grow(graph, specs[graph], self._limits.capacity)
             elif rows > self._capacity[graph]:
-                self._grow(graph, specs[graph], capacity_step(rows))
+                self._grow(graph, specs[graph], self._step(rows))
 
     def _grow(self, graph: str, spec: DecoderSpec, capacity: int) -> None:
         shape = (self._slots, spec.num_kv_heads, capacity, spec.head_dim)
@@ -370,7 +374,8 @@ class OnnxRuntime:
         return replace(context, counts=counts, past_length=past), rows
 
     def hold(self, slot: int, index: np.ndarray) -> None:
-        self._features.hold(slot, index)
+        if self._features.hold(slot, index):
+            self._forget_bindings()
 
     def release(self, slot: int) -> None:
         self._features.release(slot)

@@ -1,7 +1,8 @@
-"""Target features that a drafter still needs, without copies.
+"""Target features that a drafter still needs.
 
-Every target call writes its features into free rows of one tensor, and rows that a request holds
-for a later draft stay where they are. The backbone reads the whole tensor through its row index.
+Target calls write their features to the front of one tensor, always to the same address, so that
+bindings and captured graphs stay valid. Rows that a request holds for a later draft are copied
+behind them, and the backbone reads the whole tensor through its row index.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from .memory import Memory, Tensor, nbytes
 
 
 class FeatureRows:
-    """`all`: [T, width] f32, every row. `current`: [N, width], those of the last target call."""
+    """`all`: [T, width] f32, every row. `current`: [N, width], those of the last target call.
+
+    most: rows that `all` grows to at once, None for any number. Calls that return a bool say
+    whether `all` has moved to other memory.
+    """
 
     def __init__(self, memory: Memory, width: int, most: int | None) -> None:
         self._memory, self._width, self._most = memory, width, most
-        self.all = self._allocate(PREFILL_CHUNK if most is None else min(PREFILL_CHUNK, most))
+        self._front = PREFILL_CHUNK if most is None else min(PREFILL_CHUNK, most)
+        self.all = self._allocate(self._front)
         self.current = self.all.rows(0, 0)
-        self._start = 0
         self._held: dict[int, list[np.ndarray]] = {}  # rows by slot, in order
 
     def _allocate(self, rows: int) -> Tensor:
@@ -31,28 +36,45 @@ class FeatureRows:
         return self.all.shape[0] > PREFILL_CHUNK
 
     def place(self, count: int) -> bool:
-        """Choose the rows of the next target call. True when all rows have moved to make room."""
-        extents = sorted(
-            (int(rows.min()), int(rows.max()) + 1) for kept in self._held.values() for rows in kept
-        )
-        start = 0
-        for first, end in extents:
-            if first - start >= count:
-                break
-            start = max(start, end)
-        total = self.all.shape[0]
-        moved = start + count > total
-        if moved:
-            larger = max(2 * total, start + count)
-            old, self.all = self.all, self._allocate(min(larger, self._most or larger))
-            self._memory.extend(old, self.all)
-        self._start = start
-        self.current = self.all.rows(start, count)
+        """Room for the next target call."""
+        moved = count > self._front
+        if moved:  # held rows move behind the larger front
+            shift, old = count - self._front, self.all
+            self.all = self._allocate(old.shape[0] + shift)
+            for kept in self._held.values():
+                for i, rows in enumerate(kept):
+                    kept[i] = rows + shift
+                    self._copy(old, int(rows[0]), int(kept[i][0]), len(rows))
+            self._front = count
+        self.current = self.all.rows(0, count)
         return moved
 
-    def hold(self, slot: int, index: np.ndarray) -> None:
-        """Keep rows of the last target call. index: non-empty."""
-        self._held.setdefault(slot, []).append(self._start + index)
+    def hold(self, slot: int, index: np.ndarray) -> bool:
+        """Keep rows of the last target call. index: non-empty, consecutive."""
+        count = len(index)
+        start = self._free(count)
+        moved = start + count > self.all.shape[0]
+        if moved:
+            old, wanted = self.all, 2 * self.all.shape[0]
+            wanted = wanted if self._most is None else min(wanted, self._most)
+            self.all = self._allocate(max(wanted, start + count))
+            self._copy(old, 0, 0, old.shape[0])
+            self.current = self.all.rows(0, self.current.shape[0])
+        self._copy(self.all, int(index[0]), start, count)
+        self._held.setdefault(slot, []).append(np.arange(start, start + count))
+        return moved
+
+    def _free(self, count: int) -> int:
+        """The first of `count` rows behind the front that nobody holds."""
+        start = self._front
+        for rows in sorted((r for kept in self._held.values() for r in kept), key=lambda r: r[0]):
+            if rows[0] - start >= count:
+                break
+            start = int(rows[-1]) + 1
+        return start
+
+    def _copy(self, source: Tensor, first: int, to: int, count: int) -> None:
+        self._memory.copy(source.rows(first, count), self.all.rows(to, count))
 
     def release(self, slot: int) -> None:
         self._held.pop(slot, None)
@@ -66,7 +88,7 @@ class FeatureRows:
         for slot, count in enumerate(context.counts.tolist(), start=context.first_slot):
             held = self._held.pop(slot, []) if count else []
             fresh = count - sum(len(rows) for rows in held)
-            rows = self._start + context.index[at : at + fresh]
+            rows = context.index[at : at + fresh]
             taken.append(np.concatenate([*held, rows]) if held else rows)
             at += fresh
         return taken

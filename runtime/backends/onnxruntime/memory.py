@@ -111,6 +111,9 @@ class Memory(Protocol):
     def read(self, tensor: Tensor) -> np.ndarray:
         """The content; may share memory with the tensor."""
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy all bytes; both have as many."""
+
     def extend(self, old: Tensor, new: Tensor) -> None:
         """Copy `old` to the front of `new`, which is longer in its last axis but one."""
 
@@ -132,6 +135,9 @@ class HostMemory:
         start = tensor.address - tensor.block.address
         data: np.ndarray = tensor.block.owner[start : start + tensor.nbytes]
         return data.view(ELEMENTS[tensor.dtype][1]).reshape(tensor.shape)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        self.read(target)[...] = self.read(source)
 
     def extend(self, old: Tensor, new: Tensor) -> None:
         self.read(new)[..., : old.shape[-2], :] = self.read(old)
@@ -180,6 +186,9 @@ class DeviceMemory:
             tensor.value = self._window(tensor.address, tensor.nbytes)
         data: np.ndarray = tensor.value.numpy()
         return data.view(ELEMENTS[tensor.dtype][1]).reshape(tensor.shape)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        self._copy(source.address, target.address, source.nbytes)
 
     def extend(self, old: Tensor, new: Tensor) -> None:
         source, target = (nbytes(t.shape[-2:], t.dtype) for t in (old, new))
