@@ -106,7 +106,7 @@ class Sweep:
         }
         self._decode(next(iter(jobs.values()))[:1], None)  # warm-up
         result: dict[str, Any] = {"batches": {}}
-        reference = {}
+        reference: dict[str, list[list[int]]] = {}
         for batch in batches:
             passes: list[dict[str, dict[str, Tally]]] = []
             for turn in range(self.repeat):
