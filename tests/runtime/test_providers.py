@@ -284,6 +284,15 @@ def test_feature_rows(kind: str, bundle: BundleFactory) -> None:
     assert features.current.address == features.all.address
 
 
+def test_feature_rows_of_engines_are_limited() -> None:
+    features = FeatureRows(HostMemory(), 2, most=6)
+    assert not features.place(4)
+    features.hold(0, np.arange(4))
+    assert not features.place(2)
+    with pytest.raises(DraftgraphError, match="7 rows needed, the engines take 6"):
+        features.place(3)
+
+
 # CUDA graphs
 
 
@@ -431,7 +440,7 @@ def test_profile_strings(bundle: BundleFactory) -> None:
     kv, d = opened.target.decoder.num_kv_heads, opened.target.decoder.head_dim
     assert [s["past_key.0"] for s in shapes] == [f"{r}x{kv}x128x{d}" for r in (1, 2, 2)]
     backbone = providers.session_profile(opened, "backbone", limits())
-    assert backbone.axes["N"] == (1, 16, 3 * 128)  # features of whole prompts
+    assert backbone.axes["N"] == (1, 16, 2 * 3 * 128)  # features of whole prompts
     assert backbone.axes["P"] == (1, 16, 32)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ....graphs.errors import DraftgraphError
 from ..base import PREFILL_CHUNK, ContextBatch
 from .memory import Memory, Tensor, nbytes
 
@@ -43,6 +44,11 @@ class FeatureRows:
         total = self.all.shape[0]
         moved = start + count > total
         if moved:
+            if self._most is not None and start + count > self._most:
+                raise DraftgraphError(
+                    f"features: {start + count} rows needed, the engines take {self._most}; decode "
+                    "fewer requests at a time or load with a larger capacity"
+                )
             larger = max(2 * total, start + count)
             old, self.all = self.all, self._allocate(min(larger, self._most or larger))
             self._memory.extend(old, self.all)
