@@ -80,7 +80,7 @@ def compare(
     for family in families:
         if family in FAMILIES:
             norm = new_weights(contract, target, seed)["norm.weight"]
-            drafter: Drafter = new_relative(family, contract, norm, embed, seed)  # type: ignore[arg-type]
+            drafter: Drafter = new_relative(family, contract, norm, embed, seed)
         else:
             own = contract
             if family == "dflash":

@@ -287,6 +287,14 @@ def test_feature_rows(kind: str, bundle: BundleFactory) -> None:
     assert not target_call(512, 5.0)
 
 
+def test_feature_rows_of_engines_are_limited() -> None:
+    features = FeatureRows(HostMemory(), 2, most=600)
+    assert not features.place(512)
+    assert features.hold(0, np.arange(80))
+    with pytest.raises(DraftgraphError, match="602 rows needed, the engines take 600"):
+        features.hold(1, np.arange(10))
+
+
 # CUDA graphs
 
 
@@ -434,7 +442,7 @@ def test_profile_strings(bundle: BundleFactory) -> None:
     kv, d = opened.target.decoder.num_kv_heads, opened.target.decoder.head_dim
     assert [s["past_key.0"] for s in shapes] == [f"{r}x{kv}x128x{d}" for r in (1, 2, 2)]
     backbone = providers.session_profile(opened, "backbone", limits())
-    assert backbone.axes["N"] == (1, 16, 3 * 128)  # features of whole prompts
+    assert backbone.axes["N"] == (1, 16, 2 * 3 * 128)  # features of whole prompts
     assert backbone.axes["P"] == (1, 16, 32)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ....graphs.errors import DraftgraphError
 from ..base import PREFILL_CHUNK, ContextBatch
 from .memory import Memory, Tensor, nbytes
 
@@ -55,6 +56,11 @@ class FeatureRows:
         start = self._free(count)
         moved = start + count > self.all.shape[0]
         if moved:
+            if self._most is not None and start + count > self._most:
+                raise DraftgraphError(
+                    f"features: {start + count} rows needed, the engines take {self._most}; decode "
+                    "fewer requests at a time or load with a larger capacity"
+                )
             old, wanted = self.all, 2 * self.all.shape[0]
             wanted = wanted if self._most is None else min(wanted, self._most)
             self.all = self._allocate(max(wanted, start + count))

@@ -92,7 +92,10 @@ def _missing_library() -> str | None:
 def _tensorrt_problem(device_id: int) -> str | None:
     problem = _cuda_problem(device_id, "TensorrtExecutionProvider")
     if problem is None and importlib.util.find_spec("tensorrt") is not None:
-        importlib.import_module("tensorrt")  # loads the libraries of its wheel into the process
+        try:
+            importlib.import_module("tensorrt")  # loads the libraries of its wheel
+        except (ImportError, OSError) as error:
+            return f"TensorRT cannot be loaded: {error}"
     return problem
 
 
@@ -252,9 +255,9 @@ def session_profile(bundle: Bundle, graph: str, limits: Limits) -> Profile:
 
 
 def most_feature_rows(limits: Limits) -> int:
-    """Rows that requests may hold, all of them whole prompts, and those of one call."""
+    """Rows of features: whole requests of all slots, those of one call, and as much for gaps."""
     assert limits.capacity is not None
-    return (limits.max_batch + 1) * limits.capacity
+    return 2 * (limits.max_batch + 1) * limits.capacity
 
 
 def session_options(limits: Limits | None) -> ort.SessionOptions:
