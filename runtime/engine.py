@@ -78,8 +78,9 @@ class Engine:
         max_requests: how many requests may decode together; each takes its share of the caches.
         verify: compare every file with its hash first. The bundle's calibration.json and the cost
         table of this machine are used where they exist; set `calibration` and `costs` of the
-        engine to use others, or None. provider: "cpu", "cuda", "tensorrt" or "nv-tensorrt-rtx";
-        docs/gpu.md has its options. Of all: markov ("auto": the truncated head where the bundle has
+        engine to use others, or None. provider: "cpu", "cuda", "tensorrt" or "nv-tensorrt-rtx",
+        docs/gpu.md has their options; "tensorrt-native" or "tensorrt-rtx-native", see
+        docs/engines.md. Of all: markov ("auto": the truncated head where the bundle has
         one, "topk", or "full"), threads (size of the process-wide pool, default all cores) and
         strict_placement. Raises `DraftgraphError`.
         """
@@ -243,8 +244,9 @@ class Engine:
     def _prefill(self, request: Request) -> None:
         """Write the prompt into the target's cache and draw the first anchor."""
         prompt = np.array(request.ids, np.int64)
-        for start in range(0, len(prompt), PREFILL_CHUNK):
-            chunk = prompt[start : start + PREFILL_CHUNK]
+        longest = min(PREFILL_CHUNK, self.backend.prefill_chunk)
+        for start in range(0, len(prompt), longest):
+            chunk = prompt[start : start + longest]
             self._target(
                 TokenBatch(
                     chunk,

@@ -12,6 +12,8 @@ from ..graphs.errors import DraftgraphError
 from .bundle import Bundle, TensorInfo
 
 Range = tuple[int, int, int]  # smallest, optimised for, largest
+# Feature rows kept for a request that skips drafting, before they go into the drafter's cache.
+HOLD_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,14 @@ def profiles(bundle: Bundle, graph: str, limits: Limits) -> list[Profile]:
 
     verify: up to max_batch requests of 1 .. γ+1 tokens each (plain decoding is width 1).
     prefill: one call of at most prefill_len packed tokens, logits of each request's last one.
-    The drafter's context has the widths of the target's calls.
+    The drafter's context has the widths of the target's calls. It is gathered from the target's
+    features and from rows that were held for requests that skipped drafting, HOLD_ROWS each.
     """
     gamma, r = bundle.draft.block_size, limits.max_batch
     assert limits.capacity is not None
     n, width = r * (gamma + 1), gamma + 1
+    most = max(limits.prefill_len, r)
+    features = max(most, n) + r * HOLD_ROWS
     requests: Range = (1, r, r)
     capacity: Range = (limits.capacity,) * 3
     verify = Profile(
@@ -90,7 +95,7 @@ def profiles(bundle: Bundle, graph: str, limits: Limits) -> list[Profile]:
         {
             "R": requests,
             "B": requests,
-            "N": (1, n, n),
+            "N": (1, n, features if graph == "backbone" else n),
             "M": (1, n, n),
             "P": (1, n, n),
             "S": (1, width, width),
@@ -100,7 +105,6 @@ def profiles(bundle: Bundle, graph: str, limits: Limits) -> list[Profile]:
     )
     if graph not in ("target", "backbone"):
         return [verify]
-    most = max(limits.prefill_len, r)
     tokens: Range = (1, limits.prefill_len, most)
     wide: Range = (1, limits.prefill_len, limits.prefill_len)
     one: Range = (1, 1, r)
@@ -109,7 +113,7 @@ def profiles(bundle: Bundle, graph: str, limits: Limits) -> list[Profile]:
         {
             "R": one,
             "B": one,
-            "N": tokens,
+            "N": (1, limits.prefill_len, features) if graph == "backbone" else tokens,
             "M": one,
             "P": tokens,
             "S": wide,

@@ -14,7 +14,8 @@ from helpers import GOLDENS_ROOT, Golden, export_pair, load_golden, write_random
 from safetensors import safe_open
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from draftgraph.runtime import Engine
+from draftgraph.runtime import DraftgraphError, Engine
+from draftgraph.runtime.backends.tensorrt.library import load_tensorrt
 
 BundleFactory = Callable[..., Path]
 EngineFactory = Callable[..., Engine]
@@ -59,6 +60,15 @@ def engine(bundle: BundleFactory) -> EngineFactory:
         return loaded[path]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def trt() -> Any:
+    """TensorRT-RTX; without it (extra tensorrt-rtx) the tests that need it are skipped."""
+    try:
+        return load_tensorrt("tensorrt-rtx")
+    except DraftgraphError as error:
+        pytest.skip(str(error))
 
 
 def character_tokenizer() -> Tokenizer:

@@ -32,8 +32,9 @@ def logit_gap(engine: Engine, ids: Sequence[int]) -> tuple[float, tuple[int, int
 
 def prefill_target(engine: Engine, ids: Sequence[int]) -> None:
     """Write ids into the target's cache; leaves the logits of the last one."""
-    for start in range(0, len(ids), PREFILL_CHUNK):
-        chunk = np.array(ids[start : start + PREFILL_CHUNK], np.int64)
+    longest = min(PREFILL_CHUNK, engine.backend.prefill_chunk)
+    for start in range(0, len(ids), longest):
+        chunk = np.array(ids[start : start + longest], np.int64)
         engine.backend.reserve(1, start + len(chunk), 0)
         engine.backend.target(
             TokenBatch(chunk, np.array([len(chunk)]), np.array([start]), last_only=True)

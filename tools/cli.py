@@ -62,7 +62,10 @@ MarkovHead = Annotated[
     typer.Option(help="Markov graph: over the full vocabulary, or over the top k base logits."),
 ]
 Provider = Annotated[
-    str, typer.Option(help="What runs the graphs: cpu, cuda, tensorrt or nv-tensorrt-rtx.")
+    str,
+    typer.Option(
+        help="What runs the graphs: cpu, cuda, tensorrt, nv-tensorrt-rtx, or a native one."
+    ),
 ]
 Device = Annotated[int, typer.Option(min=0, help="Number of the GPU.")]
 Capacity = Annotated[

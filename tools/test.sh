@@ -16,7 +16,19 @@ mkdir -p build/types/draftgraph
 for package in graphs export runtime tools; do
   ln -sfn "../../../$package" "build/types/draftgraph/$package"
 done
-MYPYPATH=build/types .venv/bin/mypy -p draftgraph.graphs -p draftgraph.export \
+# cuda.core, where installed, keeps its type stubs in a folder per CUDA version, where no type
+# checker looks, and re-exports its memory classes in a way that none follows.
+cuda=$(.venv/bin/python -c 'import importlib.util as u
+print(next(iter(u.find_spec("cuda").submodule_search_locations)) if u.find_spec("cuda") else "")')
+rm -rf build/types-cuda
+if [ -d "$cuda/core/cu13" ]; then
+  mkdir -p build/types-cuda/cuda/core
+  ln -s "$cuda"/core/cu13/* build/types-cuda/cuda/core
+  rm build/types-cuda/cuda/core/__init__.py
+  { cat "$cuda/core/__init__.py"; printf 'from cuda.core._memory.%s import *\n' _buffer _legacy; } \
+    > build/types-cuda/cuda/core/__init__.py
+fi
+MYPYPATH=build/types:build/types-cuda .venv/bin/mypy -p draftgraph.graphs -p draftgraph.export \
   -p draftgraph.runtime -p draftgraph.tools
 
 say "pytest"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...graphs.errors import DraftgraphError
+from ...runtime.backends.tensorrt.library import LogKeeper, load_tensorrt
 from ...runtime.bundle import Bundle, load_bundle
 from ...runtime.engine_cache import (
     ENGINES,
@@ -20,9 +21,8 @@ from ...runtime.engine_cache import (
     sidecars,
 )
 from ...runtime.machine import gpu
-from ...runtime.profiles import Profile, check_profiles, profiles
-from .library import load_tensorrt
-from .network import LogKeeper, parse_graph
+from ...runtime.profiles import HOLD_ROWS, Profile, check_profiles, profiles
+from .network import parse_graph
 from .options import EngineOptions, check_options
 
 Report = Callable[[str], None]
@@ -117,6 +117,7 @@ def engine_key(
             "max_batch": options.max_batch,
             "prefill_len": options.prefill_len,
             "workspace_mib": options.workspace_mib,
+            "hold_rows": HOLD_ROWS,
         },
     )
 
@@ -147,9 +148,11 @@ def _build(session: _Session, name: str, key: EngineKey, made: list[Profile]) ->
     config = session.builder.create_builder_config()
     for profile in made:
         _add_profile(session, config, name, profile)
-    for index, capability in enumerate(options.compute_capabilities):
-        if options.backend == "tensorrt-rtx":
-            config.num_compute_capabilities = len(options.compute_capabilities)
+    if options.backend == "tensorrt-rtx":
+        # No allocation while it runs, so that a CUDA graph can capture it.
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        config.num_compute_capabilities = len(options.compute_capabilities)
+        for index, capability in enumerate(options.compute_capabilities):
             config.set_compute_capability(_device(trt, capability), index)
     if options.workspace_mib is not None:
         limit = options.workspace_mib << 20

@@ -10,32 +10,10 @@ from typing import Any
 import onnx
 
 from ...graphs.errors import DraftgraphError
+from ...runtime.backends.tensorrt.library import LogKeeper
 from ...runtime.bundle import Bundle, TensorInfo
 
 _DTYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT64": "int64"}
-
-
-class LogKeeper:
-    """TensorRT's messages: errors are kept for our own error, the rest is dropped."""
-
-    def __init__(self, trt: Any) -> None:
-        keeper = self
-        self.errors: list[str] = []
-
-        class Logger(trt.ILogger):
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, severity: Any, message: str) -> None:
-                if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
-                    keeper.errors.append(message)
-
-        self.logger = Logger()
-
-    def take(self) -> str:
-        """The errors since the last call."""
-        text, self.errors = "; ".join(self.errors), []
-        return text or "no message"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from ...graphs.errors import DraftgraphError
 from ..bundle import Bundle
 from .base import Backend
 
-PROVIDERS = ("cpu", "cuda", "tensorrt", "nv-tensorrt-rtx")
+NATIVE = ("tensorrt-native", "tensorrt-rtx-native")
+PROVIDERS = ("cpu", "cuda", "tensorrt", "nv-tensorrt-rtx", *NATIVE)
 
 
 def open_backend(bundle: Bundle, provider: str, **options: Any) -> Backend:
@@ -19,6 +20,10 @@ def open_backend(bundle: Bundle, provider: str, **options: Any) -> Backend:
             from .onnxruntime_cpu import OnnxRuntimeCpu
 
             return OnnxRuntimeCpu(bundle, **options)
+        if provider in NATIVE:
+            from .tensorrt import open_tensorrt
+
+            return open_tensorrt(bundle, provider.removesuffix("-native"), **options)
         from .onnxruntime import providers
         from .onnxruntime.backend import OnnxRuntime
 
@@ -32,6 +37,10 @@ def open_backend(bundle: Bundle, provider: str, **options: Any) -> Backend:
 def available(provider: str, device_id: int = 0) -> str | None:
     """Why a provider cannot run in this process and on this machine; None where it can."""
     _check(provider)
+    if provider in NATIVE:
+        from .tensorrt import problem
+
+        return problem(provider.removesuffix("-native"))
     from .onnxruntime import providers
 
     return providers.PROVIDERS[provider].problem(device_id)

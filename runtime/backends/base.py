@@ -71,6 +71,7 @@ class AcceptSampling:
 class Backend(Protocol):
     """One device running the graphs of a bundle for R slots, each holding one request or none."""
 
+    prefill_chunk: int  # most tokens of one prefill call
     seconds: dict[str, float]  # time spent inside the device runtime, by phase
 
     @property

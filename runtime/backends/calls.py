@@ -31,12 +31,13 @@ class GraphCall:
 class LogitRows:
     """Where acceptance finds the rows of each slot among the logits of a target call.
 
-    start, count: [R], of the slots from first_slot on.
+    start, count: [R], of the slots from first_slot on. total: rows of the logits.
     """
 
     start: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     count: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     first_slot: int = 0
+    total: int = 0
 
 
 def target_call(batch: TokenBatch) -> tuple[GraphCall, LogitRows]:
@@ -59,8 +60,10 @@ def target_call(batch: TokenBatch) -> tuple[GraphCall, LogitRows]:
         first_slot=batch.first_slot,
     )
     if batch.last_only:
-        return call, LogitRows(np.cumsum(busy) - 1, busy.astype(np.int64), batch.first_slot)
-    return call, LogitRows(ends - batch.lengths, batch.lengths, batch.first_slot)
+        start, count = np.cumsum(busy) - 1, busy.astype(np.int64)
+    else:
+        start, count = ends - batch.lengths, batch.lengths
+    return call, LogitRows(start, count, batch.first_slot, len(logits_index))
 
 
 def backbone_call(context: ContextBatch, index: np.ndarray) -> GraphCall:
@@ -123,8 +126,11 @@ def accept_call(
     sizes = {"R": len(sampling.slots)}
     if sampling.sample_uniform is None or sampling.accept_uniform is None:
         return GraphCall("accept_greedy", feeds, sizes, ("logits", "draft_ids"))
+    token_request = np.zeros(rows.total, np.int64)  # any for the rows of a slot not judged
+    for request, (first, length) in enumerate(zip(start, count, strict=True)):
+        token_request[first : first + length] = request
     feeds |= {
-        "token_request": np.repeat(np.arange(len(at)), count),
+        "token_request": token_request,
         "accept_uniform": sampling.accept_uniform,
         "sample_uniform": sampling.sample_uniform,
         "temperature": sampling.temperature,

@@ -19,13 +19,15 @@ import pytest
 from helpers import GOLDENS, export_pair, load_golden
 from typer.testing import CliRunner
 
-from draftgraph.export.engines import EngineOptions, build_engines, library
+from draftgraph.export.engines import EngineOptions, build_engines
 from draftgraph.export.engines import build as build_module
 from draftgraph.export.engines.build import _progress_monitor, device_capability
-from draftgraph.export.engines.network import LogKeeper, parse_graph
+from draftgraph.export.engines.network import parse_graph
 from draftgraph.export.engines.options import check_options
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.runtime import Bundle, load_bundle
+from draftgraph.runtime.backends.tensorrt import library
+from draftgraph.runtime.backends.tensorrt.library import LogKeeper
 from draftgraph.runtime.engine_cache import Sidecar, check_engine, sidecars
 from draftgraph.runtime.profiles import Profile, check_profiles, profiles
 from draftgraph.tools.cli import app
@@ -34,15 +36,6 @@ BundleFactory = Callable[..., Path]
 
 TOP_K = 20  # below the goldens' vocabulary, so that the truncated Markov graphs are there too
 OPTIONS = EngineOptions("tensorrt-rtx", 128, ("8.9", "12.0"), max_batch=2, prefill_len=32)
-
-
-@pytest.fixture(scope="session")
-def trt() -> Any:
-    """TensorRT-RTX; without it (extra tensorrt-rtx) the tests that need it are skipped."""
-    try:
-        return library.load_tensorrt("tensorrt-rtx")
-    except DraftgraphError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

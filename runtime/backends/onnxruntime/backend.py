@@ -85,6 +85,8 @@ class OnnxRuntime:
     provider. engine_cache: folder of compiled engines or kernels, default in the bundle.
     """
 
+    prefill_chunk = PREFILL_CHUNK
+
     def __init__(
         self,
         bundle: Bundle,

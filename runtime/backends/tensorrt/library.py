@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...graphs.errors import DraftgraphError
+from ....graphs.errors import DraftgraphError
 
 PROVIDER_WHEEL = "onnxruntime_ep_nv_tensorrt_rtx"
 _RTX_LIBRARIES = ("libtensorrt_rtx", "libtensorrt_onnxparser_rtx")
@@ -86,3 +86,26 @@ def _check_library_version(module: Any) -> None:
             f"TensorRT-RTX: the library is version {'.'.join(map(str, library))}, the Python "
             f"bindings are {module.__version__}; install both in one version"
         )
+
+
+class LogKeeper:
+    """TensorRT's messages: errors are kept for our own error, the rest is dropped."""
+
+    def __init__(self, trt: Any) -> None:
+        keeper = self
+        self.errors: list[str] = []
+
+        class Logger(trt.ILogger):
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: Any, message: str) -> None:
+                if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                    keeper.errors.append(message)
+
+        self.logger = Logger()
+
+    def take(self) -> str:
+        """The errors since the last call."""
+        text, self.errors = "; ".join(self.errors), []
+        return text or "no message"
