@@ -36,14 +36,14 @@ def compare(engine: Engine, reference: Engine, **options: Any) -> dict[str, Any]
 def test_figures_follow_their_definitions() -> None:
     agreement = Agreement()
     reference = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], np.float32))
-    found = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.1, 0.8]], np.float32))
+    found = np.log(np.array([[0.2, 0.6, 0.2], [0.1, 0.1, 0.8]], np.float32))
     agreement.add(found + np.float32(3.0), reference)  # a shift changes no probability
     figures = agreement.figures()
     assert (figures["agree"], figures["positions"], figures["top1_agreement"]) == (1, 2, 0.5)
-    kl = 0.5 * np.log(2) + 0.25 * np.log(0.5)
+    kl = 0.5 * np.log(0.5 / 0.2) + 0.25 * np.log(0.25 / 0.6) + 0.25 * np.log(0.25 / 0.2)
     assert figures["mean_kl"] == pytest.approx(kl / 2, rel=1e-5)
     assert figures["p99_kl"] == pytest.approx(0.99 * kl, rel=1e-4)
-    assert figures["max_logit_difference"] == pytest.approx(3 + np.log(2), rel=1e-5)
+    assert figures["max_logit_difference"] == pytest.approx(3 + np.log(0.6 / 0.25), rel=1e-5)
 
 
 def test_a_bundle_equals_itself(engine: EngineFactory) -> None:
