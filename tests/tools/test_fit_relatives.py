@@ -153,7 +153,7 @@ def test_every_family_learns_to_count(family: str, target_path: Path, data: Data
     drafter = Drafter(contract, weights, embed)
     if family in FAMILIES:
         drafter = new_relative(family, contract, weights["norm.weight"], embed, 0)  # type: ignore[arg-type]
-    recipe = Recipe(steps=120, sequences=4, anchors=16, learning_rate=1e-2)
+    recipe = Recipe(steps=300, sequences=4, anchors=16, learning_rate=1e-2)
     trainer = Trainer(drafter, head, data, choose_columns(data, V, 0), recipe)
     before, (tau_before, _) = trainer.evaluate(), replay(drafter, head, data)
     for _ in range(recipe.steps):
