@@ -446,7 +446,7 @@ def test_profile_strings(bundle: BundleFactory) -> None:
     assert backbone.axes["P"] == (1, 16, 32)
 
 
-@pytest.mark.parametrize("name", [n for n in PROVIDERS if n != "cpu"])
+@pytest.mark.parametrize("name", [n for n in providers.PROVIDERS if n != "cpu"])
 def test_provider_options(name: str, bundle: BundleFactory, tmp_path: Path) -> None:
     provider = providers.PROVIDERS[name]
     opened = load_bundle(bundle(NAME, dtype="fp16"))
