@@ -21,7 +21,7 @@ import pytest
 from helpers import GOLDENS, Golden, load_golden, run_cli
 
 from draftgraph.runtime import DraftgraphError, Engine, SamplingParams, load_bundle
-from draftgraph.runtime.backends import PROVIDERS, available
+from draftgraph.runtime.backends import available
 from draftgraph.runtime.backends.base import ContextBatch
 from draftgraph.runtime.backends.onnxruntime import backend as backend_module
 from draftgraph.runtime.backends.onnxruntime import providers
