@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from draftgraph.export.checkpoints import read_draft, read_target
 from draftgraph.export.reference import ReferenceTarget
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.runtime import Engine, load_bundle
+from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backend
 from draftgraph.tools import fit_drafter
 from draftgraph.tools.fit import data as fit_data
 from draftgraph.tools.fit.data import Checks, Dataset, Record, Sample, write_part
@@ -32,6 +34,15 @@ ARGUMENTS = (
     *("--anchors-per-sequence=16", "--checkpoints=2", "--held-out=0.15", "--markov-rank=16"),
     *("--lr=3e-3", "--threads=1", "--max-seq-len=256"),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch gets one thread; the pool of this process was sized by whatever ran first."""
+    onnxruntime_backend.use_one_thread_pool(None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxruntime_backend, "_thread_pool_size", 1)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
