@@ -37,7 +37,7 @@ ARGUMENTS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
+def pool_of_any_size() -> Iterator[None]:
     """torch gets one thread; the pool of this process was sized by whatever ran first."""
     onnxruntime_backend.use_one_thread_pool(None)
     with pytest.MonkeyPatch.context() as patch:
