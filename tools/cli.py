@@ -64,7 +64,8 @@ MarkovHead = Annotated[
 Provider = Annotated[
     str,
     typer.Option(
-        help="What runs the graphs: cpu, cuda, tensorrt, nv-tensorrt-rtx, or a native one."
+        help="What runs the graphs: cpu, cuda, tensorrt, nv-tensorrt-rtx, tensorrt-native or "
+        "tensorrt-rtx-native."
     ),
 ]
 Device = Annotated[int, typer.Option(min=0, help="Number of the GPU.")]
