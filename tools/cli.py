@@ -819,8 +819,15 @@ def fit(
         bool, typer.Option("--confidence/--no-confidence", help="Train a confidence head.")
     ] = True,
     vocab: Annotated[
-        int, typer.Option(help="Tokens of the training softmax, the most frequent; 0: all.")
-    ] = 8192,
+        int,
+        typer.Option(
+            help="Tokens with a column of their own in the training softmax: those of the step's "
+            "targets, then the most frequent; 0: all."
+        ),
+    ] = 4096,
+    sampled: Annotated[
+        int, typer.Option(min=0, help="Further columns, drawn to stand for all other tokens.")
+    ] = 1024,
     sequences_per_step: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
     anchors_per_sequence: Annotated[int, typer.Option(min=1, help="Blocks of each.")] = 64,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.2e-3,
@@ -888,6 +895,7 @@ def fit(
             learning_rate=lr,
             weight_decay=weight_decay,
             vocab=vocab,
+            sampled=sampled,
             precision=precision,
             checkpoints=checkpoints,
         ),
@@ -911,7 +919,7 @@ def fit_compare(
     block_size: Annotated[int, typer.Option(min=1, help="Drafted tokens of a round, γ.")] = 7,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the block drafters.")] = 2,
     markov_rank: Annotated[int, typer.Option(min=1, help="Rank of DSpark's Markov head.")] = 64,
-    vocab: Annotated[int, typer.Option(min=0, help="Tokens of the training softmax.")] = 8192,
+    vocab: Annotated[int, typer.Option(min=0, help="Own columns of the training softmax.")] = 4096,
     sequences_per_step: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
     anchors_per_sequence: Annotated[int, typer.Option(min=1, help="Blocks of each.")] = 64,
     lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1.2e-3,

@@ -16,11 +16,12 @@ from ..export.checkpoints import read_target
 from ..graphs.errors import DraftgraphError
 from ..runtime.jsonfile import read_json
 from . import console
+from .fit.bigram import fit_bigram
 from .fit.data import Dataset
 from .fit.drafter import embedding_and_head, new_contract, new_weights
 from .fit.model import Drafter
 from .fit.relatives import FAMILIES, new_relative, replay
-from .fit.train import Recipe, Trainer, choose_columns
+from .fit.train import Recipe, Trainer, Vocabulary
 from .fit_drafter import Shape, TrainOptions, unused_token
 
 ALL = ("dspark", "dflash", *FAMILIES)
@@ -63,7 +64,7 @@ def compare(
         confidence=shape.confidence,
     )
     embed, head = embedding_and_head(target)
-    columns = choose_columns(data, contract.vocab_size, train.vocab)
+    vocabulary = Vocabulary(data, contract.vocab_size, train.vocab, train.sampled, seed)
     recipe = Recipe(
         steps=max(
             1, round(train.anchors / (train.sequences_per_step * train.anchors_per_sequence))
@@ -74,12 +75,13 @@ def compare(
         weight_decay=train.weight_decay,
         loss=train.loss,
         vocab=train.vocab,
+        sampled=train.sampled,
         seed=seed,
     )
     rows = []
     for family in families:
         if family in FAMILIES:
-            norm = new_weights(contract, target, seed)["norm.weight"]
+            norm = new_weights(contract, seed)["norm.weight"]
             drafter: Drafter = new_relative(family, contract, norm, embed, seed)
         else:
             own = contract
@@ -87,8 +89,9 @@ def compare(
                 own = dataclasses.replace(
                     contract, markov_type="none", markov_rank=0, confidence_with_markov=False
                 )
-            drafter = Drafter(own, new_weights(own, target, seed), embed)
-        trainer = Trainer(drafter, head, data, columns, recipe)
+            drafter = Drafter(own, new_weights(own, seed), embed)
+            fit_bigram(own, drafter.weights, data, vocabulary, seed, report)
+        trainer = Trainer(drafter, head, data, vocabulary, recipe)
         start = time.perf_counter()
         for _ in range(recipe.steps):
             trainer.train_step()

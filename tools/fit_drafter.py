@@ -31,6 +31,7 @@ from ..runtime import Bundle, Engine, Output, SamplingParams, load_bundle
 from ..runtime.jsonfile import read_json, write_json
 from ..runtime.tokenizer import Tokenizer
 from .fit import data as fit_data
+from .fit.bigram import fit_bigram
 from .fit.data import Dataset, SamplingPlan
 from .fit.drafter import (
     as_checkpoint,
@@ -42,7 +43,7 @@ from .fit.drafter import (
 )
 from .fit.loss import LossWeights
 from .fit.model import Drafter
-from .fit.train import HeldOut, Recipe, Trainer, bf16_is_faster, choose_columns
+from .fit.train import HeldOut, Recipe, Trainer, Vocabulary, bf16_is_faster
 from .prompts import PromptSet, read_prompts
 
 Report = Callable[[str], None]
@@ -89,7 +90,8 @@ class TrainOptions:
     anchors_per_sequence: int = 64
     learning_rate: float = 1.2e-3
     weight_decay: float = 0.01
-    vocab: int = 8192
+    vocab: int = 4096
+    sampled: int = 1024
     precision: str = "auto"
     loss: LossWeights = field(default_factory=LossWeights)
     checkpoints: int = 8
@@ -135,12 +137,13 @@ def fit(options: FitOptions, report: Report = lambda message: None) -> dict[str,
     torch.set_num_threads(options.threads or torch.get_num_threads())
     embed, head = embedding_and_head(target)
     recipe = _recipe(options)
-    columns = choose_columns(dataset, contract.vocab_size, recipe.vocab)
+    vocabulary = Vocabulary(dataset, contract.vocab_size, recipe.vocab, recipe.sampled, recipe.seed)
     report(
-        f"training softmax over {len(columns.tokens)} of {contract.vocab_size} tokens: they hold "
-        f"{columns.coverage:.1%} of the held-out mass"
+        f"training softmax over {vocabulary.own} of {contract.vocab_size} tokens (the most "
+        f"frequent hold {vocabulary.coverage:.1%} of the held-out mass) and {vocabulary.sampled} "
+        "drawn for the rest"
     )
-    trainer = Trainer(Drafter(contract, weights, embed), head, dataset, columns, recipe)
+    trainer = Trainer(Drafter(contract, weights, embed), head, dataset, vocabulary, recipe)
     digest = _digest(options, dataset, contract)
     checkpoint = options.out / CHECKPOINT
     if checkpoint.is_file():
@@ -148,9 +151,12 @@ def fit(options: FitOptions, report: Report = lambda message: None) -> dict[str,
         report(f"going on from step {trainer.step} of {recipe.steps}")
     probe = Probe(bundle, target, dataset, options.threads)
     if not trainer.history:
-        _checkpoint(trainer, checkpoint, digest, probe, 0.0, report)
+        _measure(trainer, probe, 0.0, report)
+        if options.init is None:
+            fit_bigram(contract, trainer.drafter.weights, dataset, vocabulary, options.seed, report)
+        trainer.save(checkpoint, digest)
     _train(trainer, checkpoint, digest, probe, options, report)
-    return _finish(options, target, trainer, dataset, columns.coverage, report)
+    return _finish(options, target, trainer, dataset, report)
 
 
 def check_options(options: FitOptions) -> None:
@@ -284,7 +290,7 @@ def _drafter(
             markov_rank=s.markov_rank,
             confidence=s.confidence,
         )
-    return contract, new_weights(contract, target, options.seed)
+    return contract, new_weights(contract, options.seed)
 
 
 def unused_token(target: TargetCheckpoint) -> int:
@@ -460,6 +466,7 @@ def _recipe(options: FitOptions) -> Recipe:
         weight_decay=t.weight_decay,
         loss=t.loss,
         vocab=t.vocab,
+        sampled=t.sampled,
         bf16=bf16,
         seed=options.seed,
     )
@@ -563,7 +570,8 @@ def _train(
         loss = terms.loss.item() if not loss else 0.9 * loss + 0.1 * terms.loss.item()
         now = time.perf_counter()
         if trainer.step % every == 0 or trainer.step == recipe.steps:
-            _checkpoint(trainer, checkpoint, digest, probe, loss, report)
+            _measure(trainer, probe, loss, report)
+            trainer.save(checkpoint, digest)
             start += time.perf_counter() - now  # not time spent training
             told = saved = time.perf_counter()
         elif now - saved > 120:
@@ -579,17 +587,14 @@ def _train(
             )
 
 
-def _checkpoint(
-    trainer: Trainer, file: Path, digest: str, probe: Probe, loss: float, report: Report
-) -> None:
-    """Held-out figures and acceptance in the real loop, then the checkpoint that holds them."""
+def _measure(trainer: Trainer, probe: Probe, loss: float, report: Report) -> None:
+    """Held-out figures and acceptance in the real loop, into the history."""
     held_out = trainer.evaluate()
     probe.put(trainer.drafter.contract, trainer.drafter.weights)
     real = probe.measure(8, 64)
     trainer.history.append(
         {"step": trainer.step, "loss": loss, "held_out": asdict(held_out), "runtime": real}
     )
-    trainer.save(file, digest)
     report(checkpoint_line(trainer.step, trainer.recipe.steps, loss, held_out, real))
 
 
@@ -616,7 +621,6 @@ def _finish(
     target: TargetCheckpoint,
     trainer: Trainer,
     dataset: Dataset,
-    coverage: float,
     report: Report,
 ) -> dict[str, Any]:
     """Save the drafter, put it into the bundle as it was saved, and measure it once more."""
@@ -649,7 +653,11 @@ def _finish(
             "held_out_sequences": len(dataset.split(held_out=True)),
             "left_out": dict(checks.dropped),
         },
-        "vocabulary": {"columns": len(trainer.columns.tokens), "coverage": coverage},
+        "vocabulary": {
+            "own": trainer.vocabulary.own,
+            "sampled": trainer.vocabulary.sampled,
+            "coverage": trainer.vocabulary.coverage,
+        },
         "precision": "bf16" if trainer.recipe.bf16 else "fp32",
         "history": trainer.history,
         "runtime": probe.measure(16, 96),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -24,9 +25,11 @@ from draftgraph.runtime import Engine, load_bundle
 from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backend
 from draftgraph.tools import fit_drafter
 from draftgraph.tools.fit import data as fit_data
+from draftgraph.tools.fit.bigram import fit_bigram
 from draftgraph.tools.fit.data import Checks, Dataset, Record, Sample, write_part
 from draftgraph.tools.fit.drafter import default_taps, rope_parameters
-from draftgraph.tools.fit.train import Recipe, Trainer
+from draftgraph.tools.fit.loss import Targets
+from draftgraph.tools.fit.train import Recipe, Trainer, Vocabulary
 
 NAME = "qwen3-vanilla"
 ARGUMENTS = (
@@ -279,18 +282,92 @@ def test_logits_that_are_not_finite_are_refused() -> None:
         fit_data.top_tokens(logits, 4)
 
 
+# The softmax of training
+
+
+def logit_data(folder: Path, vocab: int) -> Dataset:
+    """Two texts over the first eight tokens of a vocabulary, one held out."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for number in range(2):
+        sample = text_of([int(x) for x in rng.integers(0, 8, 40)], 1.0, [0, 3], [0.7, 0.2])
+        samples.append(
+            dataclasses.replace(
+                sample, record=dataclasses.replace(sample.record, held_out=bool(number))
+            )
+        )
+    write_part(folder, samples)
+    return Dataset(folder)
+
+
+def test_sampled_columns_stand_for_the_rest(tmp_path: Path) -> None:
+    """The partition sum is that of the whole vocabulary: exactly with all columns, on average with
+    some. Without sampled ones the rest would be forgotten."""
+    data = logit_data(tmp_path, 64)
+    logits = torch.randn(64, generator=torch.Generator().manual_seed(0)).double()
+    targets = Targets(torch.tensor([5]), torch.tensor([[40, 3]]), torch.tensor([[0.6, 0.3]]))
+
+    def total(vocabulary: Vocabulary, step: int) -> float:
+        columns = vocabulary.columns(targets, step)
+        assert len(columns.tokens.unique()) == len(columns.tokens)
+        return float((logits[columns.tokens] + columns.offset).exp().sum())
+
+    whole = float(logits.exp().sum())
+    assert total(Vocabulary(data, 64, 0, 0, 0), 0) == pytest.approx(whole)
+    assert total(Vocabulary(data, 64, 10, 54, 0), 0) == pytest.approx(whole)
+    sampled = Vocabulary(data, 64, 10, 8, 0)
+    sums = [total(sampled, step) for step in range(2000)]
+    assert np.mean(sums) == pytest.approx(whole, rel=0.02)
+    assert total(sampled, 7) == sums[7]  # a step's columns follow from its number
+    assert total(Vocabulary(data, 64, 10, 0, 0), 0) < 0.5 * whole
+
+
+def test_own_columns_hold_the_targets_then_the_frequent_tokens(tmp_path: Path) -> None:
+    data = logit_data(tmp_path, 64)
+    vocabulary = Vocabulary(data, 64, 10, 8, 0)
+    targets = Targets(torch.tensor([5, 62]), torch.tensor([[40, 3]]), torch.tensor([[0.6, 0.3]]))
+    columns = vocabulary.columns(targets, 0)
+    own = columns.tokens[:10].tolist()
+    assert own[:2] == [40, 3] and set(own) == {40, *range(8), 8}  # 8: the lowest id never seen
+    placed = columns.place(targets)
+    assert placed.ids.tolist() == [[0, 1]]
+    assert columns.tokens[placed.labels[0]] == 5 and placed.labels[1] == -1
+    assert vocabulary.coverage == pytest.approx(1.0)  # tokens 0 and 3 are all that p holds
+
+
+@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn", "none"])
+def test_the_markov_head_starts_as_a_bigram_model(markov: str, fitted: Path, folder: Path) -> None:
+    """Alone, without the trunk's logits, it accepts far more than guessing; other heads are left."""
+    trainer = trainer_of(fitted, folder, markov)
+    weights = trainer.drafter.weights
+    before = {n: w.detach().clone() for n, w in weights.items()}
+    contract = trainer.drafter.contract
+    fit_bigram(contract, weights, trainer.data, trainer.vocabulary, seed=0)
+    changed = {n for n, w in weights.items() if not torch.equal(w, before[n])}
+    if markov in ("rnn", "none"):
+        assert not changed
+        return
+    assert changed == {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+    weights["norm.weight"].data.zero_()  # h = 0
+    found = trainer.evaluate().acceptance
+    weights["markov_head.markov_w2.weight"].data.zero_()
+    guessing = trainer.evaluate().acceptance
+    assert min(found) > 3 * max(guessing)
+
+
 # Resuming
 
 
-def trainer_of(fitted: Path, folder: Path, steps: int = 8) -> Trainer:
-    options = fit_drafter.FitOptions(str(folder / "target"), fitted, (), shape=fit_drafter.Shape())
+def trainer_of(fitted: Path, folder: Path, markov: Any = "vanilla") -> Trainer:
+    shape = fit_drafter.Shape(markov=markov, markov_rank=16)
+    options = fit_drafter.FitOptions(str(folder / "target"), fitted, (), shape=shape)
     target = read_target(folder / "target")
     contract, weights = fit_drafter._drafter(options, target)
     embed, head = fit_drafter.embedding_and_head(target)
     data = Dataset(fitted / "data")
-    columns = fit_drafter.choose_columns(data, 100, 64)
-    recipe = Recipe(steps=steps, sequences=2, anchors=8, vocab=64)
-    return Trainer(fit_drafter.Drafter(contract, weights, embed), head, data, columns, recipe)
+    vocabulary = Vocabulary(data, 100, 48, 16, 0)
+    recipe = Recipe(steps=8, sequences=2, anchors=8, vocab=48, sampled=16)
+    return Trainer(fit_drafter.Drafter(contract, weights, embed), head, data, vocabulary, recipe)
 
 
 def test_a_resumed_run_ends_with_the_same_bits(fitted: Path, folder: Path, tmp_path: Path) -> None:

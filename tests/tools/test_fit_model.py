@@ -220,12 +220,16 @@ def test_a_reduced_head(tmp_path: Path) -> None:
     top = p.topk(5, -1)
     targets = Targets(column_of[labels], column_of[top.indices], top.values)
     weights = torch.tensor([0.2, 0.5, 0.3], dtype=DOUBLE)
-    terms = head_loss(hidden, hidden[:, :0], full[columns], None, targets, weights, 0.3, 0.7)
-    q = torch.softmax(hidden @ full[columns].T, -1)
+    offset = torch.tensor([0.0, 0.5, -1.0], dtype=DOUBLE)
+    terms = head_loss(
+        hidden, hidden[:, :0], full[columns], None, targets, weights, 0.3, 0.7, 0.4, offset
+    )
+    q = torch.softmax(hidden @ full[columns].T + offset, -1)
     kept = torch.zeros(3, 8, dtype=DOUBLE).scatter(1, top.indices, top.values)[:, columns]
     overlap = torch.minimum(q, kept).sum(-1)
     ce = torch.stack([-q[0, 1].log(), torch.zeros((), dtype=DOUBLE), -q[2, 0].log()])
-    expected = (weights * (0.3 * ce + 0.7 * (1 - overlap))).sum()
+    kl = torch.where(kept > 0, kept * (kept.clamp(min=1e-30).log() - q.log()), 0.0).sum(-1)
+    expected = (weights * (0.3 * ce + 0.7 * (1 - overlap) + 0.4 * kl)).sum()
     torch.testing.assert_close(terms.loss, expected)
     torch.testing.assert_close(terms.overlap, overlap)
     torch.testing.assert_close(

@@ -15,7 +15,7 @@ from draftgraph.tools.fit.data import Dataset, Record, Sample, write_part
 from draftgraph.tools.fit.drafter import embedding_and_head, new_contract, new_weights
 from draftgraph.tools.fit.model import Context, Drafter
 from draftgraph.tools.fit.relatives import FAMILIES, Family, greedy_blocks, new_relative, replay
-from draftgraph.tools.fit.train import Recipe, Trainer, choose_columns
+from draftgraph.tools.fit.train import Recipe, Trainer, Vocabulary
 
 GAMMA, V, D = 3, 24, 16
 
@@ -42,7 +42,7 @@ def drafters(target_path: Path) -> dict[str, Drafter]:
         confidence=True,
     )
     embed, _ = embedding_and_head(target)
-    weights = new_weights(contract, target, 0)
+    weights = new_weights(contract, 0)
     made: dict[str, Drafter] = {"dspark": Drafter(contract, weights, embed)}
     made |= {f: new_relative(f, contract, weights["norm.weight"], embed, 0) for f in FAMILIES}
     for drafter in made.values():
@@ -149,12 +149,12 @@ def test_every_family_learns_to_count(family: str, target_path: Path, data: Data
         confidence=True,
     )
     embed, head = embedding_and_head(target)
-    weights = new_weights(contract, target, 0)
+    weights = new_weights(contract, 0)
     drafter = Drafter(contract, weights, embed)
     if family in FAMILIES:
         drafter = new_relative(family, contract, weights["norm.weight"], embed, 0)  # type: ignore[arg-type]
     recipe = Recipe(steps=300, sequences=4, anchors=16, learning_rate=1e-2)
-    trainer = Trainer(drafter, head, data, choose_columns(data, V, 0), recipe)
+    trainer = Trainer(drafter, head, data, Vocabulary(data, V, 0, 0, 0), recipe)
     before, (tau_before, _) = trainer.evaluate(), replay(drafter, head, data)
     for _ in range(recipe.steps):
         trainer.train_step()

@@ -24,6 +24,7 @@ from ...runtime.bundle import WEIGHTS, Bundle
 from ...runtime.jsonfile import write_text
 
 INIT_STD = 0.02  # `initializer_range` of DeepSpec and Qwen3
+MARKOV_STD = 0.1  # of W1; W2 starts at 0, and a product of two small matrices would stay small
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -77,20 +78,18 @@ def new_contract(
     )
 
 
-def new_weights(contract: DraftContract, target: TargetCheckpoint, seed: int) -> dict[str, Tensor]:
-    """First weights: small random matrices; the final norm is the target's, since the head is. The
-    Markov bias and the confidence logits start at 0."""
+def new_weights(contract: DraftContract, seed: int) -> dict[str, Tensor]:
+    """First weights: small random matrices; Markov bias and confidence logits start at 0."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in drafter_tensors(contract).items():
-        if name == "norm.weight":
-            w = torch.from_numpy(target.weights["norm.weight"].astype(np.float32))
-        elif len(shape) == 1 and name.endswith("norm.weight"):
+        if len(shape) == 1 and name.endswith("norm.weight"):
             w = torch.ones(shape)
         elif name.endswith(".bias") or name.startswith(("confidence", "markov_head.markov_w2")):
             w = torch.zeros(shape)
         else:
-            w = torch.randn(shape, generator=generator) * INIT_STD
+            std = MARKOV_STD if name.startswith("markov_head.markov_w1") else INIT_STD
+            w = torch.randn(shape, generator=generator) * std
         weights[name] = w
     return weights
 

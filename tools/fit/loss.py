@@ -66,7 +66,7 @@ class Targets(NamedTuple):
 
 
 class HeadTerms(NamedTuple):
-    """loss: Σ_rows weight · (ce · CE + tv · TV), the only one with a gradient. overlap [n] =
+    """loss: Σ_rows weight · (ce · CE + tv · TV + kl · KL), the only one with a gradient. overlap [n] =
     Σ min(q, p), the acceptance probability. ce [n], 0 for rows without a label."""
 
     loss: Tensor
@@ -83,13 +83,17 @@ def head_loss(
     weights: Tensor,
     ce: float,
     tv: float,
+    kl: float = 0.0,
+    offset: Tensor | None = None,
 ) -> HeadTerms:
-    """Weighted CE and TV of z = head · hidden + w2 · low_rank.
+    """Weighted CE, TV and KL(p ‖ q) of z = head · hidden + w2 · low_rank + offset.
 
-    hidden [n, d]; low_rank [n, r]; head [c, d], frozen; w2 [c, r] or None; weights [n].
-    Differentiable in hidden, low_rank and w2.
+    hidden [n, d]; low_rank [n, r]; head [c, d], frozen; w2 [c, r] or None; weights [n]; offset [c]
+    or None. Differentiable in hidden, low_rank and w2.
     """
-    return HeadTerms(*_HeadLoss.apply(hidden, low_rank, head, w2, targets, weights, ce, tv))
+    return HeadTerms(
+        *_HeadLoss.apply(hidden, low_rank, head, w2, targets, weights, ce, tv, kl, offset)
+    )
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -104,6 +108,8 @@ class _HeadLoss(torch.autograd.Function):
         weights: Tensor,
         ce: float,
         tv: float,
+        kl: float,
+        offset: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # One product with [head, w2] instead of two and a sum.
         matrix = head if w2 is None else torch.cat([head, w2.to(head.dtype)], 1)
@@ -118,7 +124,10 @@ class _HeadLoss(torch.autograd.Function):
         step = max(1, PIECE_VALUES // len(matrix))
         for start in range(0, len(inputs), step):
             rows = slice(start, start + step)
-            q = torch.softmax(inputs[rows] @ matrix.T, -1, dtype=weights.dtype)
+            z = inputs[rows] @ matrix.T
+            if offset is not None:
+                z += offset
+            q = torch.softmax(z, -1, dtype=weights.dtype)
             labels, ids, p = targets.labels[rows, None], targets.ids[rows], targets.probs[rows]
             known, labelled = ids >= 0, (labels >= 0).to(q.dtype)
             ids, labels = ids.clamp(min=0), labels.clamp(min=0)
@@ -128,11 +137,15 @@ class _HeadLoss(torch.autograd.Function):
             overlap[rows] = torch.minimum(chosen, p).sum(-1)
             cross[rows] = -(q.gather(1, labels).clamp(min=1e-30).log() * labelled)[:, 0]
             loss += (weights[rows] * (ce * cross[rows] + tv * (1 - overlap[rows]))).sum()
+            if kl:
+                ratio = p.clamp(min=1e-30).log() - chosen.clamp(min=1e-30).log()
+                loss += kl * (weights[rows] * (p * ratio).sum(-1)).sum()
             if grad_inputs is None:
                 continue
             w = weights[rows, None]
-            grad = q.mul_(w * (ce * labelled + tv * below.sum(-1, keepdim=True)))
-            grad.scatter_add_(1, ids, -w * tv * below)
+            held = kl * p.sum(-1, keepdim=True)
+            grad = q.mul_(w * (ce * labelled + tv * below.sum(-1, keepdim=True) + held))
+            grad.scatter_add_(1, ids, -w * (tv * below + kl * p))
             grad.scatter_add_(1, labels, -w * ce * labelled)
             grad = grad.to(matrix.dtype)
             torch.matmul(grad, matrix, out=grad_inputs[rows])
@@ -149,9 +162,9 @@ class _HeadLoss(torch.autograd.Function):
         scale, d = grads[0], grad_inputs.shape[1] - ctx.rank
         grad_hidden = grad_inputs[:, :d] * scale
         if grad_w2 is None:
-            return grad_hidden, None, None, None, None, None, None, None
+            return grad_hidden, *[None] * 9
         low = grad_inputs[:, d:] * scale
-        return grad_hidden, low, None, grad_w2 * scale, None, None, None, None
+        return grad_hidden, low, None, grad_w2 * scale, *[None] * 6
 
 
 class Terms(NamedTuple):
@@ -174,6 +187,7 @@ def objective(
     valid: Tensor,
     slot_weights: Tensor,
     coefficients: LossWeights,
+    offset: Tensor | None = None,
 ) -> Terms:
     """L over blocks. hidden [N, γ, d], low_rank [N, γ, r], confidence [N, γ] or None; targets of
     all N·γ slots, flattened; valid [N, γ] bool; slot_weights [γ]. At least one slot is valid."""
@@ -192,6 +206,7 @@ def objective(
         weights,
         coefficients.ce,
         coefficients.tv,
+        offset=offset,
     )
     loss, bce = terms.loss, 0.0
     accepted = terms.overlap.clamp(0, 1)

@@ -44,7 +44,8 @@ class Recipe:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     loss: LossWeights = field(default_factory=LossWeights)
-    vocab: int = 8192  # columns of the training softmax, 0: all
+    vocab: int = 4096  # tokens with a column of their own in the training softmax, 0: all
+    sampled: int = 1024  # columns that stand for all others
     bf16: bool = False
     seed: int = 0
 
@@ -69,37 +70,73 @@ class Batch:
 
 @dataclass(frozen=True)
 class Columns:
-    """The reduced softmax: which tokens have a column, and how much of the data that covers."""
+    """The columns of one step's softmax. tokens [c]; of [V]: the own column of a token, -1 without;
+    offset [c]: what is added to the logits."""
 
-    tokens: Tensor  # [c] i64
-    of: Tensor  # [V] i64, -1 for tokens without one
-    coverage: float  # share of the held-out target's mass on tokens with a column
+    tokens: Tensor
+    of: Tensor
+    offset: Tensor
 
-
-def choose_columns(data: Dataset, vocabulary: int, size: int) -> Columns:
-    """The `size` tokens that the training data shows and its distributions expect most often."""
-    weight = torch.zeros(vocabulary, dtype=torch.float64)
-    for index in data.split(held_out=False):
-        weight += torch.bincount(data.tokens(index), minlength=vocabulary)
-        ids, probs = data.targets(index)
-        weight.index_add_(0, ids.flatten(), probs.flatten().double())
-    size = min(size or vocabulary, vocabulary)
-    # Ties, mostly tokens never seen, go to the lower id: tokenizers number frequent tokens first.
-    tokens = torch.sort(weight, descending=True, stable=True).indices[:size].sort().values
-    of = torch.full((vocabulary,), -1)
-    of[tokens] = torch.arange(size)
-    kept = total = 0.0
-    for index in data.split(held_out=True):
-        ids, probs = data.targets(index)
-        kept += float((probs * (of[ids] >= 0)).sum())
-        total += float(probs.sum())
-    return Columns(tokens, of, kept / total)
+    def place(self, targets: Targets) -> Targets:
+        """Targets given in token ids, in columns."""
+        return Targets(self.of[targets.labels], self.of[targets.ids], targets.probs)
 
 
-def make_batch(
-    data: Dataset, chosen: list[tuple[int, np.ndarray]], gamma: int, column_of: Tensor
-) -> Batch:
-    """Blocks at the given anchors (sorted positions) of the given sequences."""
+class Vocabulary:
+    """Which tokens have a column in the training softmax, step by step.
+
+    `own` columns go to the tokens that carry most of the step's target mass, then to the most
+    frequent ones of the data. `sampled` further columns are drawn from all other tokens and stand
+    for them: with log(others / sampled) added to their logits, the sum of exponentials is on
+    average that of the whole vocabulary (sampled softmax, Jean et al. 2015, arXiv 1412.2007).
+    Without them nothing holds down the logits of tokens that never have a column, and when drafting
+    over the real vocabulary these swallow the probability.
+    """
+
+    def __init__(self, data: Dataset, size: int, own: int, sampled: int, seed: int) -> None:
+        self.size, self.seed = size, seed
+        self.own = min(own or size, size)
+        self.sampled = min(sampled, size - self.own)
+        weight = torch.zeros(size, dtype=torch.float64)
+        for index in data.split(held_out=False):
+            weight += torch.bincount(data.tokens(index), minlength=size)
+            ids, probs = data.targets(index)
+            weight.index_add_(0, ids.flatten(), probs.flatten().double())
+        # Tokens never seen are told apart by id: tokenizers number frequent tokens first.
+        weight -= torch.arange(size) * (1e-3 / size)
+        self._frequency = (weight / weight.sum()).float()
+        frequent = torch.zeros(size, dtype=torch.bool)
+        frequent[self._frequency.topk(self.own).indices] = True
+        kept = total = 0.0
+        for index in data.split(held_out=True):
+            ids, probs = data.targets(index)
+            kept += float((probs * frequent[ids]).sum())
+            total += float(probs.sum())
+        # Share of the held-out target mass on the `own` most frequent tokens.
+        self.coverage = kept / total if total else 0.0
+
+    def columns(self, targets: Targets, step: int) -> Columns:
+        """Of a step; targets in token ids."""
+        if self.own == self.size:
+            everything = torch.arange(self.size)
+            return Columns(everything, everything, torch.zeros(self.size))
+        mass = torch.zeros(self.size)
+        mass.index_add_(0, targets.ids.flatten(), targets.probs.flatten().float())
+        own = (mass + self._frequency).topk(self.own).indices
+        of = torch.full((self.size,), -1)
+        of[own] = torch.arange(self.own)
+        offset = torch.zeros(self.own + self.sampled)
+        if not self.sampled:
+            return Columns(own, of, offset)
+        others = (of < 0).nonzero()[:, 0]
+        rng = np.random.default_rng([self.seed, 2, step])
+        drawn = torch.from_numpy(rng.choice(len(others), self.sampled, replace=False))
+        offset[self.own :] = math.log(len(others) / self.sampled)
+        return Columns(torch.cat([own, others[drawn]]), of, offset)
+
+
+def make_batch(data: Dataset, chosen: list[tuple[int, np.ndarray]], gamma: int) -> Batch:
+    """Blocks at the given anchors (sorted) of the given sequences; targets in token ids."""
     contexts, tokens, labels, ids, probs, valid = [], [], [], [], [], []
     slots = torch.arange(gamma)
     for index, places in chosen:
@@ -115,7 +152,7 @@ def make_batch(
         best, p = data.targets(index)
         ids.append(best[at - first])
         probs.append(p[at - first])
-    targets = Targets(column_of[torch.cat(labels)], column_of[torch.cat(ids)], torch.cat(probs))
+    targets = Targets(torch.cat(labels), torch.cat(ids), torch.cat(probs))
     return Batch(contexts, torch.cat(tokens), targets, torch.cat(valid))
 
 
@@ -142,12 +179,11 @@ class Trainer:
     """Trains a drafter on a data set; `step` counts finished steps."""
 
     def __init__(
-        self, drafter: Drafter, head: Tensor, data: Dataset, columns: Columns, recipe: Recipe
+        self, drafter: Drafter, head: Tensor, data: Dataset, vocabulary: Vocabulary, recipe: Recipe
     ) -> None:
-        self.drafter, self.data, self.recipe, self.columns = drafter, data, recipe, columns
+        self.drafter, self.data, self.recipe, self.vocabulary = drafter, data, recipe, vocabulary
         self.gamma = drafter.contract.block_size
-        self._full_head = head
-        self._head = head[columns.tokens].contiguous()
+        self._head = head
         self._train = [i for i in data.split(held_out=False) if len(candidates(data, i))]
         self._held_out = [i for i in data.split(held_out=True) if len(candidates(data, i))]
         for name, split in (("training", self._train), ("held-out", self._held_out)):
@@ -189,7 +225,7 @@ class Trainer:
             count = min(self.recipe.anchors, len(places))
             rng = np.random.default_rng([self.recipe.seed, 1, n])
             chosen.append((index, np.sort(rng.choice(places, count, replace=False))))
-        return make_batch(self.data, chosen, self.gamma, self.columns.of)
+        return make_batch(self.data, chosen, self.gamma)
 
     # Steps
 
@@ -212,10 +248,12 @@ class Trainer:
         return terms
 
     def loss(self, batch: Batch) -> Terms:
-        head = self._head
         slots = self.drafter.trained_slots
         with self._autocast():
             out = self.drafter.blocks(batch.contexts, batch.tokens[:, :slots])
+        targets = batch.targets if slots == self.gamma else batch.targets.first(slots, self.gamma)
+        columns = self.vocabulary.columns(targets, self.step)
+        head = self._head.index_select(0, columns.tokens)
         w2 = self.drafter.weights.get("markov_head.markov_w2.weight")
         hidden, low_rank = out.hidden, out.low_rank
         if self.recipe.bf16:
@@ -225,11 +263,12 @@ class Trainer:
             low_rank,
             out.confidence,
             head,
-            None if w2 is None else w2.index_select(0, self.columns.tokens),
-            batch.targets if slots == self.gamma else batch.targets.first(slots, self.gamma),
+            None if w2 is None else w2.index_select(0, columns.tokens),
+            columns.place(targets),
             batch.valid[:, :slots],
             self.recipe.loss.slots(slots),
             self.recipe.loss,
+            columns.offset.to(head.dtype),
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -240,7 +279,6 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, blocks: int = 512) -> HeldOut:
         """On about `blocks` anchors of the held-out sequences, always the same ones."""
-        everything = torch.arange(self.drafter.contract.vocab_size)
         spread = sum(len(candidates(self.data, i)) for i in self._held_out)
         stride = max(1, spread // blocks)
         sums, counts = torch.zeros(self.gamma), torch.zeros(self.gamma)
@@ -250,13 +288,13 @@ class Trainer:
             places = candidates(self.data, index)[stride // 2 % stride :: stride]
             if not len(places):
                 continue
-            batch = make_batch(self.data, [(index, places)], self.gamma, everything)
+            batch = make_batch(self.data, [(index, places)], self.gamma)
             out = self.drafter.blocks(batch.contexts, batch.tokens)
             rows = batch.valid.flatten()
             terms = head_loss(
                 out.hidden.flatten(0, 1)[rows],
                 out.low_rank.flatten(0, 1)[rows],
-                self._full_head,
+                self._head,
                 w2,
                 Targets(*(t[rows] for t in batch.targets)),
                 torch.ones(int(rows.sum())),
