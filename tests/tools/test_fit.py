@@ -337,7 +337,7 @@ def test_own_columns_hold_the_targets_then_the_frequent_tokens(tmp_path: Path) -
 
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn", "none"])
 def test_the_markov_head_starts_as_a_bigram_model(markov: str, fitted: Path, folder: Path) -> None:
-    """Alone, without the trunk's logits, it accepts far more than guessing; other heads are left."""
+    """Alone, without the trunk's logits, it accepts far more than guessing; other heads stay."""
     trainer = trainer_of(fitted, folder, markov)
     weights = trainer.drafter.weights
     before = {n: w.detach().clone() for n, w in weights.items()}

@@ -66,8 +66,8 @@ class Targets(NamedTuple):
 
 
 class HeadTerms(NamedTuple):
-    """loss: Σ_rows weight · (ce · CE + tv · TV + kl · KL), the only one with a gradient. overlap [n] =
-    Σ min(q, p), the acceptance probability. ce [n], 0 for rows without a label."""
+    """loss: Σ_rows weight · (ce · CE + tv · TV + kl · KL), the only one with a gradient. overlap
+    [n] = Σ min(q, p), the acceptance probability. ce [n], 0 for rows without a label."""
 
     loss: Tensor
     overlap: Tensor
