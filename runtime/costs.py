@@ -47,6 +47,8 @@ class CostTable:
     cells: (requests, tokens) -> ms of one target step, acceptance included if it was measured with
     it. draft_ms: requests -> ms of drafting one block for each of them. fingerprint: where it was
     measured, see `FINGERPRINT_KEYS`. samples: (requests, tokens) -> measurements behind a median.
+    context_ms: of writing one committed token into the drafter's cache; a first draft writes all of
+    the prompt.
 
     Medians of neighbouring cells can come out in the wrong order. Lookups use their isotonic fit
     per row (inverted neighbours share their mean), since a wider step is never cheaper; `cells`
@@ -57,6 +59,7 @@ class CostTable:
     draft_ms: Mapping[int, float] = field(default_factory=dict)
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     samples: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    context_ms: float = 0.0
     _rows: dict[int, np.ndarray] = field(init=False, repr=False, compare=False)
     _measured: list[int] = field(init=False, repr=False, compare=False)
 
@@ -72,6 +75,7 @@ class CostTable:
             _check_ms(ms, f"cell (requests {requests}, tokens {tokens})")
         for requests, ms in self.draft_ms.items():
             _check_ms(ms, f"draft_ms of {requests} requests", zero=True)
+        _check_ms(self.context_ms, "context_ms", zero=True)
         object.__setattr__(self, "_rows", {})
         object.__setattr__(self, "_measured", sorted({r for r, _ in self.cells}))
 
@@ -181,6 +185,7 @@ class CostTable:
                     for (r, n), ms in sorted(self.cells.items())
                 ],
                 "draft_ms": {str(r): ms for r, ms in sorted(self.draft_ms.items())},
+                "context_ms": self.context_ms,
             },
         )
 
@@ -199,10 +204,11 @@ class CostTable:
                 if "samples" in c
             }
             draft = {int(r): float(ms) for r, ms in payload["draft_ms"].items()}
+            context = float(payload.get("context_ms", 0.0))
             fingerprint = dict(payload["fingerprint"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DraftgraphError(f"{path}: not a cost table ({error!r})") from error
-        return cls(cells, draft, fingerprint, samples)
+        return cls(cells, draft, fingerprint, samples, context)
 
 
 def find_costs(folder: Path, fingerprint: Mapping[str, Any]) -> CostTable | None:

@@ -321,6 +321,9 @@ class Engine:
         if self._switch is None or not asked:
             return able
         outlooks = [r.outlook for r in asked if r.outlook is not None]
+        if self.costs is not None:
+            for request, outlook in zip(asked, outlooks, strict=True):
+                outlook.pending_ms = self.costs.context_ms * request.new_context
         chosen = self._switch.choose(outlooks, len(running), len(able) - len(asked))
         drafting = {r.slot for r, yes in zip(asked, chosen, strict=True) if yes}
         return [r for r in able if r.outlook is None or r.slot in drafting]
@@ -346,6 +349,7 @@ class Engine:
         spent = self.costs.step_ms(count, total)
         if drafts:
             spent += self.costs.draft(len(drafts))
+            spent += sum(r.outlook.pending_ms for r in running if r.outlook and r.slot in drafts)
         tokens, survivals = [], []
         for request, length in zip(running, lengths, strict=True):
             drafted = request.slot in drafts

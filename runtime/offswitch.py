@@ -36,12 +36,15 @@ TRIAL = 3
 class Outlook:
     """What is known of one request. horizon: tokens that it is likely to generate.
 
+    pending_ms: what its next draft costs beside drafting, to write what was committed since its
+    last draft (at first the prompt) into the drafter's cache; the engine keeps it up to date.
     begin: [γ] expected ā_j while on trial. seen: [γ] mean of what its drafts showed since.
     """
 
     horizon: int
     begin: np.ndarray
     seen: np.ndarray = field(init=False)
+    pending_ms: float = 0.0
     weight: float = 0.0  # rounds behind `seen`
     drafted: int = 0  # rounds since it began, or began anew
     waited: int = 0  # rounds without a draft since the last one
@@ -90,7 +93,7 @@ class OffSwitch:
     gamma: int
     strongest: np.ndarray | None = None
     weakest: np.ndarray | None = None
-    share: float = 0.015
+    share: float = 0.02
     min_gain: float = 0.02
     decay: float = 0.9
 
@@ -123,8 +126,8 @@ class OffSwitch:
                 o.begin_anew()
         chosen = self._best(outlooks, requests, others)
         trials = [o for o in chosen if o.on_trial]
-        while trials and self._trial_ms(len(trials), len(chosen), requests, others) > left:
-            trials = trials[: len(trials) // 2]
+        while trials and self._risk_ms(trials, len(chosen), requests, others) > left:
+            trials = sorted(trials, key=lambda o: o.pending_ms)[: len(trials) // 2]
             tried = {id(o) for o in trials}
             known = [o for o in outlooks if not o.on_trial or id(o) in tried]
             chosen = self._best(known, requests, others)
@@ -144,7 +147,7 @@ class OffSwitch:
 
         outlooks: None for requests that the switch does not decide on. tokens: committed, or their
         calibrated prediction 1 + Σ a_j, which varies less. survivals: [γ] of those that drafted.
-        step_ms: of the draft and the target step.
+        step_ms: of the draft with its pending writes, and of the target step.
         """
         if not (math.isfinite(step_ms) and step_ms > 0) or not all(t >= 0 for t in tokens):
             raise DraftgraphError(f"OffSwitch: a round of {step_ms} ms and {list(tokens)} tokens")
@@ -180,6 +183,12 @@ class OffSwitch:
                 best, chosen = theta, size
         return ranked[:chosen]
 
+    def _risk_ms(
+        self, trials: Sequence[Outlook], drafting: int, requests: int, others: int
+    ) -> float:
+        pending = sum(o.pending_ms for o in trials)
+        return pending + self._trial_ms(len(trials), drafting, requests, others)
+
     def _trial_ms(self, trials: int, drafting: int, requests: int, others: int) -> float:
         """What a step loses to its trials, fully verified, if they do as the weakest do."""
         row, verified = self.costs.row(requests), trials * self.gamma
@@ -190,7 +199,7 @@ class OffSwitch:
 
     def _wait(self, o: Outlook, requests: int) -> int:
         """Plain rounds before another trial."""
-        cost = self._trial_ms(1, 1, requests, 0) / (self.share * self._plain(requests))
+        cost = self._risk_ms([o], 1, requests, 0) / (self.share * self._plain(requests))
         return max(1, math.ceil(cost)) << min(max(o.left_out - 1, 0), 32)
 
     def _plain(self, requests: int) -> float:

@@ -44,6 +44,8 @@ def profile(
     cells: dict[tuple[int, int], float] = {}
     samples: dict[tuple[int, int], int] = {}
     drafts: dict[int, float] = {}
+    report(f"a prompt of {context} tokens into the drafter's cache, {repeat} passes")
+    prompt_ms = _measure_context(engine, context, repeat)
     for requests in sorted(set(batches)):
         steps = _steps(requests, gamma)
         report(f"{requests} requests: {len(steps)} widths, {repeat} passes")
@@ -53,7 +55,8 @@ def profile(
             samples[requests, tokens] = len(values)
         drafts[requests] = round(statistics.median(drafting), 3)
     engine.backend.reset(1)
-    return CostTable(cells, drafts, engine.backend.fingerprint(), samples)
+    context_ms = round(prompt_ms / context, 5)
+    return CostTable(cells, drafts, engine.backend.fingerprint(), samples, context_ms)
 
 
 def _steps(requests: int, gamma: int) -> list[int]:
@@ -61,6 +64,38 @@ def _steps(requests: int, gamma: int) -> list[int]:
     step = max(1, requests // 4)
     widest = requests * (gamma + 1)
     return sorted({*range(requests, widest, step), widest})
+
+
+def _measure_context(engine: Engine, context: int, repeat: int) -> float:
+    """Median ms by which a draft takes longer that first writes `context` tokens into the cache."""
+    backend, gamma = engine.backend, engine.gamma
+    backend.reset(1)
+    words = np.arange(context) % engine.bundle.target.vocab_size
+    backend.reserve(1, context, context + gamma + 1)
+    chunk = min(context, backend.prefill_chunk)
+    for start in range(0, context, chunk):
+        part = words[start : start + chunk]
+        backend.target(
+            TokenBatch(part, np.array([len(part)]), np.array([start]), last_only=True)
+        )
+    longer = []
+    for i in range(WARM_UP + repeat):
+        times = []
+        for count in (1, len(part)):
+            start_time = time.perf_counter()
+            backend.backbone(
+                ContextBatch(
+                    counts=np.array([count]),
+                    index=np.arange(count),
+                    past_length=np.zeros(1, np.int64),
+                    slots=np.zeros(1, np.int64),
+                    anchor=words[:1],
+                )
+            )
+            times.append(1e3 * (time.perf_counter() - start_time))
+        if i >= WARM_UP:
+            longer.append((times[1] - times[0]) * context / len(part))
+    return max(0.0, statistics.median(longer))
 
 
 def _measure(

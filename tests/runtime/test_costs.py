@@ -36,7 +36,7 @@ FINGERPRINT = {
 @pytest.fixture
 def table() -> CostTable:
     cells = {(1, 1): 10.0, (1, 4): 12.0, (1, 8): 20.0, (4, 4): 15.0, (4, 16): 30.0, (4, 32): 60.0}
-    return CostTable(cells, {1: 3.0, 4: 5.0}, FINGERPRINT)
+    return CostTable(cells, {1: 3.0, 4: 5.0}, FINGERPRINT, context_ms=0.05)
 
 
 def test_lookup_rounds_up_and_never_interpolates(table: CostTable) -> None:

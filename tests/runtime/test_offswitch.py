@@ -171,6 +171,17 @@ def test_losses_are_booked_and_gains_pay_them_back() -> None:
     assert switch.loss_ms == 0.0 and outlook.waited == outlook.left_out == 1
 
 
+def test_the_first_draft_also_pays_for_the_prompt() -> None:
+    """A trial that fits the allowance alone may not fit with a long prompt to write."""
+    switch = OffSwitch(table(), GAMMA, strongest=survival(0.8), weakest=survival(0.0))
+    outlooks = [switch.outlook(300), switch.outlook(300)]
+    assert switch.choose(outlooks, 2) == [True, True]
+    outlooks[0].pending_ms = 2.0
+    assert switch.choose(outlooks, 2) == [True, True]
+    outlooks[0].pending_ms = 200.0
+    assert switch.choose(outlooks, 2) == [False, True]
+
+
 def test_others_that_draft_anyway_share_the_cost() -> None:
     """With seven drafts under way an eighth is cheap."""
     switch = OffSwitch(table(draft=60.0), GAMMA, strongest=survival(0.7), weakest=survival(0.6))

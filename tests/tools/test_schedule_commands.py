@@ -89,6 +89,7 @@ def test_the_engine_picks_both_files_up(made: Path) -> None:
     assert set(engine.costs.cells) == expected
     assert set(engine.costs.samples.values()) == {3}
     assert set(engine.costs.draft_ms) == {1, 2}
+    assert engine.costs.context_ms >= 0
     assert all(ms > 0 for ms in [*engine.costs.cells.values(), *engine.costs.draft_ms.values()])
 
 

@@ -75,16 +75,17 @@ class Drafter:
         """Draft every block with teacher forcing.
 
         tokens [N, γ] i64: the token before each slot, that is the anchor's, then the γ-1 tokens
-        after it (any valid id where the sequence has ended; the caller ignores those slots).
+        after it (any valid id where the sequence has ended; the caller ignores those slots). With
+        fewer columns the blocks are as much shorter.
         """
-        hidden = self.backbone(contexts, tokens[:, 0])
+        hidden = self.backbone(contexts, tokens[:, 0], tokens.shape[1])
         low_rank, embeddings = self.markov(hidden, tokens)
         return BlockOutputs(hidden, low_rank, self.confidence(hidden, embeddings))
 
-    def backbone(self, contexts: list[Context], anchor_ids: Tensor) -> Tensor:
+    def backbone(self, contexts: list[Context], anchor_ids: Tensor, gamma: int) -> Tensor:
         """One parallel pass over all blocks [anchor, mask × (γ-1)] -> hidden [N, γ, d]."""
         c, spec = self.contract, self.contract.decoder
-        count, gamma = len(anchor_ids), c.block_size
+        count = len(anchor_ids)
         ids = torch.full((count, gamma), c.mask_token_id)
         ids[:, 0] = anchor_ids
         x = self.embed[ids.flatten()]  # [N·γ, d]
