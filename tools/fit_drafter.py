@@ -83,7 +83,8 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How it is trained. anchors: drafted blocks in all; precision: auto, fp32 or bf16."""
+    """How it is trained. anchors: drafted blocks in all; short_slots: slots of the blocks in the
+    first short_share of them, 0 for γ; precision: auto, fp32 or bf16."""
 
     anchors: int = 400_000
     sequences_per_step: int = 4
@@ -92,6 +93,8 @@ class TrainOptions:
     weight_decay: float = 0.01
     vocab: int = 4096
     sampled: int = 1024
+    short_slots: int = 0
+    short_share: float = 0.75
     precision: str = "auto"
     loss: LossWeights = field(default_factory=LossWeights)
     checkpoints: int = 8
@@ -191,6 +194,8 @@ def check_options(options: FitOptions) -> None:
     check("--precision", t.precision in ("auto", "fp32", "bf16"), t.precision, "auto, fp32 or bf16")
     check("--lr", 0 < t.learning_rate < 1, t.learning_rate, "between 0 and 1")
     check("--vocab", t.vocab >= 0, t.vocab, "a number of tokens, 0 for all")
+    check("--short-slots", 0 <= t.short_slots <= 64, t.short_slots, "0 to 64")
+    check("--short-share", 0 <= t.short_share <= 1, t.short_share, "a share from 0 to 1")
     check("--checkpoints", t.checkpoints >= 1, t.checkpoints, "at least 1")
     if options.bundle is not None and options.init is not None:
         return
@@ -467,6 +472,8 @@ def _recipe(options: FitOptions) -> Recipe:
         loss=t.loss,
         vocab=t.vocab,
         sampled=t.sampled,
+        short_slots=t.short_slots,
+        short_share=t.short_share,
         bf16=bf16,
         seed=options.seed,
     )

@@ -46,8 +46,17 @@ class Recipe:
     loss: LossWeights = field(default_factory=LossWeights)
     vocab: int = 4096  # tokens with a column of their own in the training softmax, 0: all
     sampled: int = 1024  # columns that stand for all others
+    # Slots of the blocks, 0: γ, in the first `short_share` of the steps. Later slots follow from
+    # the first ones, which matter most and then cost less.
+    short_slots: int = 0
+    short_share: float = 0.75
     bf16: bool = False
     seed: int = 0
+
+    def slots(self, step: int, gamma: int) -> int:
+        """Of the blocks of a step."""
+        short = self.short_slots and step < self.short_share * self.steps
+        return min(self.short_slots, gamma) if short else gamma
 
     def rate(self, step: int) -> float:
         """Linear warm-up, then a cosine to 0. Step counts from 0."""
@@ -225,7 +234,7 @@ class Trainer:
             count = min(self.recipe.anchors, len(places))
             rng = np.random.default_rng([self.recipe.seed, 1, n])
             chosen.append((index, np.sort(rng.choice(places, count, replace=False))))
-        return make_batch(self.data, chosen, self.gamma)
+        return make_batch(self.data, chosen, self.recipe.slots(step, self.gamma))
 
     # Steps
 
@@ -248,10 +257,11 @@ class Trainer:
         return terms
 
     def loss(self, batch: Batch) -> Terms:
-        slots = self.drafter.trained_slots
+        gamma = batch.tokens.shape[1]
+        slots = min(self.drafter.trained_slots, gamma)
         with self._autocast():
             out = self.drafter.blocks(batch.contexts, batch.tokens[:, :slots])
-        targets = batch.targets if slots == self.gamma else batch.targets.first(slots, self.gamma)
+        targets = batch.targets if slots == gamma else batch.targets.first(slots, gamma)
         columns = self.vocabulary.columns(targets, self.step)
         head = self._head.index_select(0, columns.tokens)
         w2 = self.drafter.weights.get("markov_head.markov_w2.weight")
