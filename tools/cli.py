@@ -828,6 +828,13 @@ def fit(
     sampled: Annotated[
         int, typer.Option(min=0, help="Further columns, drawn to stand for all other tokens.")
     ] = 1024,
+    short_slots: Annotated[
+        int,
+        typer.Option(min=0, help="Slots of the blocks in the first part of training; 0: γ."),
+    ] = 0,
+    short_share: Annotated[
+        float, typer.Option(min=0, max=1, help="How long that part is, as a share of the steps.")
+    ] = 0.75,
     sequences_per_step: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
     anchors_per_sequence: Annotated[int, typer.Option(min=1, help="Blocks of each.")] = 64,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.2e-3,
@@ -896,6 +903,8 @@ def fit(
             weight_decay=weight_decay,
             vocab=vocab,
             sampled=sampled,
+            short_slots=short_slots,
+            short_share=short_share,
             precision=precision,
             checkpoints=checkpoints,
         ),
