@@ -366,7 +366,9 @@ def trainer_of(fitted: Path, folder: Path, markov: Any = "vanilla") -> Trainer:
     embed, head = fit_drafter.embedding_and_head(target)
     data = Dataset(fitted / "data")
     vocabulary = Vocabulary(data, 100, 48, 16, 0)
-    recipe = Recipe(steps=8, sequences=2, anchors=8, vocab=48, sampled=16)
+    recipe = Recipe(
+        steps=8, sequences=2, anchors=8, vocab=48, sampled=16, short_slots=2, short_share=0.5
+    )
     return Trainer(fit_drafter.Drafter(contract, weights, embed), head, data, vocabulary, recipe)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,25 @@ def test_what_a_block_sees_entry_by_entry(tmp_path: Path) -> None:
             assert (by_token[checkpoint.contract.mask_token_id] != 0).any()
     expected = [[row < anchor for row in range(rows)] for anchor in (1, 4, 6, 3)]
     assert context_mask(anchors, rows).tolist() == expected
+
+
+def test_fewer_tokens_are_shorter_blocks(tmp_path: Path) -> None:
+    """As if the drafter's γ were smaller: what is not in the block is not seen."""
+    checkpoint, embed, head = read_pair(tmp_path, gamma=5)
+    drafter = drafter_of(checkpoint, embed)
+    contract = replace(checkpoint.contract, block_size=3)
+    shorter = ReferenceDrafter(contract, drafter.weights, embed=embed, lm_head=head)
+    features = torch.randn(6, 32, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    anchors, tokens = torch.tensor([2, 6]), torch.tensor([[3, 1, 4, 1, 5], [0, 2, 6, 5, 3]])
+    with torch.no_grad():
+        found = drafter.blocks([Context(features, anchors)], tokens[:, :3]).hidden
+        whole = drafter.blocks([Context(features, anchors)], tokens).hidden[:, :3]
+        expected = [
+            shorter.backbone(features[:a], int(t[0]))[0]
+            for a, t in zip((2, 6), tokens, strict=True)
+        ]
+    torch.testing.assert_close(found, torch.stack(expected).double(), atol=1e-5, rtol=1e-5)
+    assert (found - whole).abs().max() > 1e-3
 
 
 def test_a_sequence_does_not_depend_on_the_others(tmp_path: Path) -> None:
