@@ -95,7 +95,7 @@ class Backend(Protocol):
         """
 
     def reset(self, slots: int) -> None:
-        """Begin with `slots` empty slots; capacity grown for earlier requests is given back."""
+        """Begin with `slots` empty slots; capacity grown for earlier requests may be given back."""
 
     def target(self, batch: TokenBatch) -> None:
         """Run the target; leaves `logits` and `features` for the next calls."""

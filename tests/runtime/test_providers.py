@@ -321,6 +321,22 @@ def test_graph_ids(bundle: BundleFactory, monkeypatch: pytest.MonkeyPatch) -> No
     assert found == Engine.load(bundle(NAME)).generate([5, 6, 7, 8], params).token_ids
 
 
+def test_graphs_outlive_a_request_whose_caches_grew(
+    bundle: BundleFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        backend_module, "capacity_step", lambda rows, finest=64: -(-rows // 16) * 16
+    )
+    engine = device_engine(bundle(NAME))
+    params = SamplingParams(max_new_tokens=60, stop_ids=())
+    for _ in range(3):  # the second meets buffers that grew during the first
+        before = engine.backend.report()["cuda_graphs"]
+        engine.generate([5, 6, 7], params)
+    after = engine.backend.report()["cuda_graphs"]
+    assert engine.backend.capacity[0] > 16
+    assert after["eager"] == before["eager"] and after["replayed"] > before["replayed"]
+
+
 def test_no_graphs_on_request(bundle: BundleFactory) -> None:
     engine = device_engine(bundle(NAME), cuda_graphs=False)
     assert engine.backend.report()["cuda_graphs"] is None

@@ -264,8 +264,10 @@ class OnnxRuntime:
 
     def reset(self, slots: int) -> None:
         self._features.clear()
-        smallest = self._step(1) if self._limits is None else self._limits.capacity or 0
-        grown = self._features.grown or any(c > smallest for c in self._capacity.values())
+        # On a device grown caches stay, and with them the CUDA graphs of earlier requests.
+        grown = self.provider.host and (
+            self._features.grown or any(c > capacity_step(1) for c in self._capacity.values())
+        )
         if slots != self._slots or grown:
             self._forget_bindings()
             self._slots = slots
