@@ -68,7 +68,7 @@ class Recipe:
         """The tensor, fused and converted; overflow to infinity is an error naming the tensor."""
         arrays = [w[name] for w, name in self.parts]
         with np.errstate(over="ignore"):
-            fused = np.concatenate(arrays).astype(NUMPY_DTYPE[self.dtype])
+            fused = np.concatenate(arrays).astype(NUMPY_DTYPE[self.dtype], copy=False)
         if self.dtype == "fp16" and not np.isfinite(fused).all():
             raise DraftgraphError(
                 f"{self.parts[0][1]}: values beyond the fp16 range (65504); export with "
@@ -179,7 +179,7 @@ def write_weights(table: dict[str, Recipe], file: Path) -> dict[str, tuple[int, 
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)
         for name in order:
-            stream.write(table[name].read().tobytes())
+            stream.write(table[name].read().reshape(-1).view(np.uint8))
     return {name: (start + header[name]["data_offsets"][0], sizes[name]) for name in order}
 
 
@@ -238,17 +238,18 @@ def export_bundle(
     max_seq_len: int | None = None,
     markov_top_k: int | None = DEFAULT_MARKOV_TOP_K,
     overwrite: bool = False,
+    validate: bool = True,
     report: Report = lambda message: None,
 ) -> Path:
     """Write the bundle of a target and its drafter to the directory `out` and validate it.
 
     max_seq_len: largest number of tokens of a request, prompt and generated (default: the model's
     own limit, at most 4096). markov_top_k: also write Markov graphs that look only at the k largest
-    base logits of every slot (None: full vocabulary only). `report` receives progress messages.
+    base logits of every slot (None: full vocabulary only). validate: compare with torch; False is
+    for pairs that are compared otherwise, or that no checkpoint holds (`random_pair`), and leaves
+    validation.json out. `report` receives progress messages.
     Raises `DraftgraphError`; nothing is left at `out` unless every check passed.
     """
-    from .validate import validate_bundle
-
     out = Path(out)
     limit = target.contract.max_position_embeddings
     if max_seq_len is None:
@@ -279,11 +280,18 @@ def export_bundle(
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     try:
         folder.chmod(0o755)
+        if validate:
+            report("checking the weights")
+            check_finite(target.weights)
+            check_finite(draft.weights)
         _write(target, draft, folder, dtype, max_seq_len, markov_top_k, report)
-        report("validating every graph against torch")
-        validation = validate_bundle(load_bundle(folder, verify=False), target, draft, report)
-        _write_json(folder / "validation.json", validation)
-        seal(folder)
+        if validate:
+            from .validate import validate_bundle
+
+            report("validating every graph against torch")
+            validation = validate_bundle(load_bundle(folder, verify=False), target, draft, report)
+            _write_json(folder / "validation.json", validation)
+            seal(folder)
         _replace(folder, out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -301,9 +309,6 @@ def _write(
     markov_top_k: int | None,
     report: Report,
 ) -> None:
-    report("checking the weights")
-    check_finite(target.weights)
-    check_finite(draft.weights)
     table = recipes(target, draft, dtype)
     report(f"writing {WEIGHTS}")
     ranges = write_weights(table, folder / WEIGHTS)

@@ -17,6 +17,14 @@ def processor_name() -> str:
     return next(named, platform.processor() or "unknown")
 
 
+def vector_instructions() -> list[str]:
+    """AVX2 and AVX-512 extensions that the processor has, as far as the system tells them."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.is_file() else []
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
+    return sorted(f for f in flags if f.startswith(("avx2", "avx512", "avx_vnni", "amx")))
+
+
 def available_cores() -> int:
     """Cores this process may use; where the system does not tell, all of them."""
     if hasattr(os, "sched_getaffinity"):
@@ -60,6 +68,21 @@ def gpu(index: int = 0) -> Gpu | None:
         _driver_version() or served,
         memory.value,
     )
+
+
+def driver_versions() -> tuple[str | None, str | None]:
+    """The NVIDIA driver's version, and that of the CUDA it serves; None where there is none.
+
+    Needs no GPU: a driver that finds no device still tells.
+    """
+    try:
+        cuda = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return None, None
+    version = ctypes.c_int()
+    if cuda.cuDriverGetVersion(ctypes.byref(version)):
+        return _driver_version(), None
+    return _driver_version(), f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _driver_version() -> str | None:

@@ -53,6 +53,20 @@ class Weights:
             }
         )
 
+    @classmethod
+    def computed(
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: np.dtype,
+        make: Callable[[str, tuple[int, ...]], np.ndarray],
+    ) -> Weights:
+        """Tensors that `make(name, shape)` gives in that dtype, anew at every read."""
+
+        def load(name: str) -> Callable[[], np.ndarray]:
+            return lambda: make(name, shapes[name])
+
+        return cls({n: _Tensor(shape, _CODES[dtype], load(n)) for n, shape in shapes.items()})
+
     def names(self) -> list[str]:
         return list(self._tensors)
 
