@@ -759,6 +759,31 @@ def build(
 
 
 @app.command()
+def doctor(
+    bundle: Annotated[
+        Path | None,
+        typer.Argument(help="Try this bundle instead of a tiny random pair.", show_default=False),
+    ] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Show what is installed, which providers can run here and why not, and try those that can.
+
+    Exit code 1 when one that can run fails, or the bundle is broken.
+    """
+    from ..runtime.jsonfile import write_json
+    from .doctor import doctor as examine
+    from .doctor import render
+
+    _check_output(json_out)
+    found = examine(bundle, console.progress)
+    if json_out is not None:
+        write_json(json_out, found)
+    render(found, console.stdout())
+    if not found["ok"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def fit(
     target: Annotated[str, typer.Option(help="Checkpoint directory, .gguf file or hub id.")],
     out: Annotated[Path, typer.Option(help="Directory of the run; the same call goes on in it.")],

@@ -1,0 +1,1 @@
+"""Trying providers on a machine: what `draftgraph doctor` and `tools/gpu_check.py` share."""
