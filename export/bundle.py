@@ -179,7 +179,7 @@ def write_weights(table: dict[str, Recipe], file: Path) -> dict[str, tuple[int, 
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)
         for name in order:
-            stream.write(table[name].read().reshape(-1).view(np.uint8))
+            stream.write(table[name].read().reshape(-1).view(np.uint8).data)
     return {name: (start + header[name]["data_offsets"][0], sizes[name]) for name in order}
 
 

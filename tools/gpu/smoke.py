@@ -20,7 +20,7 @@ from ...graphs.errors import DraftgraphError
 from ...runtime import Bundle, Engine, SamplingParams, load_bundle
 from ...runtime.tokenizer import Tokenizer
 from ..bench_steps import prefill_target
-from .opening import open_engine
+from .opening import Room, open_engine
 
 NEW_TOKENS = 48
 # A provider that takes longer is stuck; compiling large engines may take minutes.
@@ -49,7 +49,7 @@ def open_for(
     """An engine for these prompts, one at a time; options as in `open_engine`."""
     gamma = load_bundle(path, verify=False).draft.block_size
     rows = max(len(p) for p in prompts) + NEW_TOKENS + 4 * gamma
-    return open_engine(path, provider, capacity=-(-rows // 64) * 64, build=build, cache=cache)
+    return open_engine(path, provider, Room(-(-rows // 64) * 64), build=build, cache=cache)
 
 
 def decode(engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
