@@ -80,6 +80,7 @@ def plan(options: argparse.Namespace, providers: Sequence[str]) -> list[Section]
     requests = (1, 2) if options.cpu else (1, 8, 32)
     seconds = options.seconds or (0.2 if options.cpu else 4.0)
     context = 64 if options.cpu else 512
+    tokens = 8 if options.cpu else 24
     demo: DType = "fp32" if options.cpu else "fp16"
 
     def estimate(kind: str, provider: str = "cuda") -> float:
@@ -99,7 +100,7 @@ def plan(options: argparse.Namespace, providers: Sequence[str]) -> list[Section]
 
     def tiny_parity(provider: str, dtype: DType) -> dict[str, Any]:
         _check_bf16(dtype)
-        return parity(provider, pairs.golden(GOLDEN, dtype), GOLDEN_ROOM)
+        return parity(provider, pairs.golden(GOLDEN, dtype), GOLDEN_ROOM, new_tokens=tokens)
 
     def large(provider: str) -> dict[str, Any]:
         path = pairs.large("fp16")
@@ -148,7 +149,7 @@ def plan(options: argparse.Namespace, providers: Sequence[str]) -> list[Section]
         *for_all(
             "graphs",
             "graphs:{}",
-            lambda p: replays(p, pairs.golden(GOLDEN, "fp16"), GOLDEN_ROOM),
+            lambda p: replays(p, pairs.golden(GOLDEN, "fp16"), GOLDEN_ROOM, new_tokens=tokens),
         ),
         Section(
             "export:qwen3-4b", estimate("export:qwen3-4b"), lambda: exported(pairs.large("fp16"))
