@@ -316,6 +316,15 @@ def test_traces_with_another_token_or_tensor_do_not_pass(
     assert found["max_trace_error"] > checks.TRACE_TOLERANCE and not found["passed"]
 
 
+def test_rounds_of_many_requests_are_replayed(bundle: BundleFactory) -> None:
+    """Twelve blocks are more tokens than a short prompt has, but a round all the same."""
+    found = checks.latency(
+        STAND_IN, bundle(NAME), Room(requests=12), (12,), context=32, seconds=0.1
+    )
+    runs = found["report"]["cuda_graphs"]
+    assert runs["eager"] == runs["captured"] < 10 < runs["replayed"]
+
+
 # The native backend, over ONNX Runtime
 
 

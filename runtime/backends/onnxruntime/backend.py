@@ -42,7 +42,8 @@ from .providers import (
 
 # Graph inputs that read an intermediate tensor of another name.
 _SOURCES = {"target_logits": "logits", "features": "context_features"}
-# Bindings of rounds are kept; those of long prefill chunks are one-offs and would pin memory.
+# Bindings of rounds are kept, and of calls no wider than this many tokens in all; those of long
+# prefill chunks are one-offs and would pin memory.
 _KEEP_UP_TO_TOKENS = 64
 # A batch meets many combinations of shapes; this many are remembered, about 30 KB each.
 _MOST_BINDINGS = 512
@@ -331,7 +332,8 @@ class OnnxRuntime:
         if self._features.place(tokens):
             self._forget_bindings()
         features = self._features.current
-        self._run(call, cached=tokens <= _KEEP_UP_TO_TOKENS, into={"features": features})
+        cached = self._comes_again(tokens, int(batch.lengths.max()))
+        self._run(call, cached=cached, into={"features": features})
 
     def backbone(self, context: ContextBatch) -> None:
         rows = self._features.take(context)
@@ -345,7 +347,11 @@ class OnnxRuntime:
         width = max(1, int(context.counts.max()))
         self._check_room("backbone", context.past_length, width + self.bundle.draft.block_size)
         self._tensors["context_features"] = self._features.all
-        self._run(backbone_call(context, index), cached=len(index) <= _KEEP_UP_TO_TOKENS)
+        self._run(backbone_call(context, index), cached=self._comes_again(len(index), width))
+
+    def _comes_again(self, tokens: int, width: int) -> bool:
+        """Whether the shape of a call is one of a round, of however many requests, or short."""
+        return tokens <= _KEEP_UP_TO_TOKENS or width <= self.bundle.draft.block_size + 1
 
     def _write_ahead(
         self, context: ContextBatch, rows: list[np.ndarray]
