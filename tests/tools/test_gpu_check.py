@@ -362,6 +362,38 @@ def test_replays_of_the_native_backend(native: str, bundle: BundleFactory) -> No
     assert found["passes"][-1]["tensors"] > 100
 
 
+def test_replays_that_differ_or_do_not_happen_do_not_pass(
+    native: str, bundle: BundleFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, made = bundle(NAME, markov_top_k=20), []
+
+    def tampered(backend: Any, calls: Any) -> Any:
+        found = replay(backend, calls)
+        made.append(found)
+        if len(made) == 5:  # the third pass with graphs, after two without
+            next(o["hidden"] for o in found if "hidden" in o)[0, 0, 0] += np.float32(0.5)
+        return found
+
+    monkeypatch.setattr(checks, "replay", tampered)
+    found = checks.replays(native, path, ROOM, new_tokens=4)
+    assert not found["passed"]
+    assert [p["tensors"] - p["bit_equal"] for p in found["passes"]] == [0, 0, 1, 0]
+    assert found["passes"][2]["max_difference"] == pytest.approx(0.5)
+
+    opened = checks.open_engine
+
+    def refusing(path: Path, provider: str, room: Room, **options: Any) -> Engine:
+        if provider == native:
+            options["refuse"] = tuple(load_bundle(path).graphs)
+        return opened(path, provider, room, **options)
+
+    monkeypatch.setattr(checks, "replay", replay)
+    monkeypatch.setattr(checks, "open_engine", refusing)
+    found = checks.replays(native, path, ROOM, new_tokens=4)
+    assert found["runs"]["replayed"] == 0 and not found["passed"]
+    assert "cannot be captured" in found["without_cuda_graphs"]["target"]
+
+
 def test_goldens_and_times_of_the_native_backend(native: str, bundle: BundleFactory) -> None:
     path = bundle(NAME, markov_top_k=20)
     room = dataclasses.replace(ROOM, capacity=512)
