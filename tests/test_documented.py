@@ -18,7 +18,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 def blocks(document: Path) -> str:
     """The code of a document, lines that go on joined."""
-    code = re.findall(r"```\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
+    code = re.findall(r"```\w*\n(.*?)\n```", document.read_text("utf-8"), re.DOTALL)
     return re.sub(r"\\?\n +(?=[\[-])", " ", "\n".join(code))
 
 
