@@ -50,7 +50,7 @@ from draftgraph.tools.gpu.sections import (
 ESTIMATES = {
     "doctor": (40, 90, 90),
     "export:goldens": (40, 40, 40),
-    "export:demo": (40, 40, 40),
+    "export:demo": (60, 60, 60),
     "export:qwen3-4b": (90, 90, 90),
     "golden": (25, 60, 90),
     "parity:golden": (15, 60, 60),
@@ -66,8 +66,7 @@ DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 def plan(options: argparse.Namespace, providers: Sequence[str]) -> list[Section]:
     """All sections, what matters most first.
 
-    The native providers come before ONNX Runtime's of the same library, which compile again in
-    every process.
+    Those of ONNX Runtime's TensorRT providers come last: they compile in every process.
     """
     pairs = Pairs(
         options.out.absolute() / "bundles",
@@ -141,7 +140,7 @@ def plan(options: argparse.Namespace, providers: Sequence[str]) -> list[Section]
             for p in run
         ]
 
-    return [
+    sections = [
         Section("doctor", estimate("doctor"), checked),
         Section("export:goldens", estimate("export:goldens"), all_goldens),
         *(s for dtype in DTYPES for s in tiny(dtype)),
@@ -174,6 +173,8 @@ def plan(options: argparse.Namespace, providers: Sequence[str]) -> list[Section]
             lambda p: parity(p, pairs.demo(demo), MEASURED_ROOM, new_tokens=8),
         ),
     ]
+    late = (":tensorrt", ":nv-tensorrt-rtx")
+    return sorted(sections, key=lambda s: s.name.endswith(late))
 
 
 def _check_bf16(dtype: DType) -> None:

@@ -167,6 +167,23 @@ def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert "no provider of a GPU can run here (cuda: " in capsys.readouterr().err
 
 
+def test_the_order_on_a_device(tmp_path: Path) -> None:
+    """What is quick and matters most comes first; every provider has all of its sections."""
+    providers = ("cuda", "tensorrt-native", "tensorrt")
+    options = gpu_check.parse(["--out", str(tmp_path)])
+    assert options.apart and options.minutes == 8
+    names = [s.name for s in gpu_check.plan(options, providers)]
+    assert names[:3] == ["doctor", "export:goldens", "parity:golden:fp32:cuda"]
+    kinds = [n.removesuffix(":tensorrt") for n in names if n.endswith(":tensorrt")]
+    assert names[-len(kinds) :] == [f"{k}:tensorrt" for k in kinds]
+    for provider in providers:
+        own = {n.removesuffix(f":{provider}") for n in names if n.endswith(f":{provider}")}
+        half = {"parity:golden:fp16", "parity:golden:bf16", "golden", "graphs", "parity:demo"}
+        expected = half | {"latency:demo", "latency:qwen3-4b"}
+        assert own == expected | ({"parity:golden:fp32"} if provider == "cuda" else set())
+    assert not (tmp_path / "bundles").exists()  # a plan makes nothing
+
+
 # Sections
 
 
