@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 from helpers import run_cli
+from rich.console import Console
 
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.runtime import Engine
 from draftgraph.runtime.backends import PROVIDERS, available
 from draftgraph.runtime.costs import CostTable, fingerprint_name
+from draftgraph.runtime.machine import Gpu
 from draftgraph.tools import doctor as doctor_module
-from draftgraph.tools.doctor import doctor
+from draftgraph.tools.doctor import doctor, facts, render
 from draftgraph.tools.gpu import smoke
 from draftgraph.tools.gpu.opening import takes
 from draftgraph.tools.gpu.smoke import decode, decode_apart, judge, prompts_of
@@ -54,6 +57,24 @@ def test_without_a_bundle_a_tiny_pair_is_made_and_decoded(tmp_path: Path) -> Non
         if reason is not None:  # says what to do
             assert f"{name}: unavailable: {reason}" in result.stdout
             assert "install" in reason or "use" in reason
+
+
+def test_gpus_and_wheels_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [Gpu("Card A", "9.0", "580.1", 80 << 30), Gpu("Card B", "8.9", "580.1", 24 << 30), None]
+    monkeypatch.setattr(doctor_module, "gpu", lambda index: cards[index])
+    monkeypatch.setattr(doctor_module, "driver_versions", lambda: ("580.1", "13.0"))
+    monkeypatch.setattr(doctor_module, "_version", lambda name: "1.0")  # all wheels, both of ORT
+    found = facts()
+    assert [g["compute_capability"] for g in found["gpus"]] == ["9.0", "8.9"]
+    assert found["driver"] == {"version": "580.1", "cuda": "13.0"}
+    out = io.StringIO()
+    nothing = {"backends": [], "bundle": None, "ok": True}
+    render({**found, **nothing}, Console(file=out, width=200))
+    text = " ".join(out.getvalue().split())
+    assert "GPU 1 Card B, compute capability 8.9, 24 GiB" in text and "GPUs none" not in text
+    assert "580.1, serves CUDA 13.0" in text
+    assert "tensorrt-rtx-cu13-bindings 1.0" in text
+    assert "warning: both wheels of ONNX Runtime are installed" in text
 
 
 def test_a_bundle_is_tried_and_its_cost_tables_are_judged(copied: Path) -> None:
