@@ -75,9 +75,7 @@ def _measure_context(engine: Engine, context: int, repeat: int) -> float:
     chunk = min(context, backend.prefill_chunk)
     for start in range(0, context, chunk):
         part = words[start : start + chunk]
-        backend.target(
-            TokenBatch(part, np.array([len(part)]), np.array([start]), last_only=True)
-        )
+        backend.target(TokenBatch(part, np.array([len(part)]), np.array([start]), last_only=True))
     longer = []
     for i in range(WARM_UP + repeat):
         times = []
