@@ -192,6 +192,17 @@ class Calibration:
 
     # Shapes of other runtimes
 
+    @classmethod
+    def read(cls, path: str | Path, gamma: int) -> Calibration:
+        """A file of `save`, or in the shape of SGLang or TensorRT-LLM. Raises `DraftgraphError`."""
+        payload = read_json(path, "calibration")
+        if "schema_version" in payload:
+            return cls.load(path, gamma)
+        try:
+            return cls.from_foreign(payload, gamma)
+        except DraftgraphError as error:
+            raise DraftgraphError(f"{path}: {error}") from error
+
     def to_sglang(self, dataset: str = "") -> dict[str, Any]:
         """{"temperatures", "dataset", "num_samples", "ece_before", "ece_after"}."""
         return {

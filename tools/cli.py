@@ -143,6 +143,13 @@ def export(
     layout: Annotated[
         str | None, typer.Option(help="Block layout, if not the checkpoint's: anchor-first.")
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="Calibration of this drafter's confidences to put into the bundle: a file of "
+            "calibrate, of SGLang or of TensorRT-LLM."
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing bundle.")
     ] = False,
@@ -154,12 +161,19 @@ def export(
     except ImportError as error:
         raise _missing_extra(error, "export", "export") from None
     from ..runtime.bundle import load_bundle
+    from ..runtime.calibration import Calibration
+    from ..runtime.engine import CALIBRATION
     from .inspect_bundle import describe, render_validation
 
     console.progress(f"reading target {target}")
     target_checkpoint = read_target(target)
     console.progress(f"reading drafter {drafter}")
     draft_checkpoint = read_draft(drafter, target_checkpoint, layout=layout)
+    known = None
+    if calibration is not None:
+        if not draft_checkpoint.contract.has_confidence:
+            raise DraftgraphError(f"--calibration: {drafter} has no confidence head to calibrate")
+        known = Calibration.read(calibration, draft_checkpoint.contract.block_size)
     path = export_bundle(
         target_checkpoint,
         draft_checkpoint,
@@ -170,6 +184,8 @@ def export(
         overwrite=overwrite,
         report=console.progress,
     )
+    if known is not None:
+        known.save(path / CALIBRATION)
     facts = describe(load_bundle(path, verify=False))
     screen = console.stdout()
     screen.print(f"{path}: {console.size(facts['bytes'])}, {facts['dtype']}")

@@ -198,6 +198,18 @@ def test_shapes_of_other_runtimes(fitted: Calibration) -> None:
         assert Calibration.from_foreign(payload, 4).temperatures == fitted.temperatures
 
 
+def test_reads_its_own_files_and_those_of_other_runtimes(
+    fitted: Calibration, tmp_path: Path
+) -> None:
+    path = tmp_path / "calibration.json"
+    fitted.save(path)
+    assert Calibration.read(path, 4) == fitted
+    path.write_text(json.dumps(fitted.to_sglang()))
+    assert Calibration.read(path, 4).temperatures == fitted.temperatures
+    with pytest.raises(DraftgraphError, match="calibration.json: .*γ = 4, the drafter has γ = 7"):
+        Calibration.read(path, 7)
+
+
 @pytest.mark.parametrize(
     ("payload", "message"),
     [

@@ -181,6 +181,21 @@ def test_export_reports_steps_and_validation(tmp_path: Path) -> None:
     assert again.exit_code == 2 and "--overwrite" in again.stderr
 
 
+def test_export_takes_a_calibration_along(tmp_path: Path) -> None:
+    """It is read before anything is written, and in force when the bundle is opened."""
+    pair = GOLDENS / "qwen3-vanilla"
+    arguments = ("export", "--target", pair / "target", "--drafter", pair / "draft")
+    file, out = tmp_path / "c.json", tmp_path / "out"
+    file.write_text('{"temperatures": [1.5, 2.0]}')
+    result = run(*arguments, "--out", out, "--calibration", file)
+    refused(result, "γ = 2, the drafter has γ = 7")
+    assert not out.exists()
+    file.write_text(json.dumps({"temperatures": [1.5] * 7}))
+    ok(*arguments, "--out", out, "--max-seq-len=64", "--calibration", file)
+    known = Engine.load(out).calibration
+    assert known is not None and known.temperatures == (1.5,) * 7
+
+
 def test_a_missing_extra_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
