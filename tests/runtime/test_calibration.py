@@ -206,7 +206,7 @@ def test_reads_its_own_files_and_those_of_other_runtimes(
     assert Calibration.read(path, 4) == fitted
     path.write_text(json.dumps(fitted.to_sglang()))
     assert Calibration.read(path, 4).temperatures == fitted.temperatures
-    with pytest.raises(DraftgraphError, match="calibration.json: .*γ = 4, the drafter has γ = 7"):
+    with pytest.raises(DraftgraphError, match=r"calibration.json: .*γ = 4, the drafter has γ = 7"):
         Calibration.read(path, 7)
 
 
