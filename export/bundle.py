@@ -362,12 +362,13 @@ def _save(model: ir.Model, file: Path) -> str:
 
 
 def seal(folder: Path) -> None:
-    """Record size and hash of every file in the manifest."""
+    """Record size and hash of every file in the manifest: of a new bundle all files, later the same
+    ones, not what was made for the bundle since."""
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    names = manifest["files"] or [f.name for f in folder.iterdir() if f.name != MANIFEST]
     manifest["files"] = {
-        file.name: {"sha256": sha256(file), "bytes": file.stat().st_size}
-        for file in sorted(folder.iterdir())
-        if file.name != MANIFEST
+        name: {"sha256": sha256(folder / name), "bytes": (folder / name).stat().st_size}
+        for name in sorted(names)
     }
     _write_json(folder / MANIFEST, manifest)
 

@@ -40,6 +40,7 @@ from .fit.drafter import (
     new_weights,
     put_drafter,
     save_drafter,
+    with_confidence_level,
 )
 from .fit.loss import LossWeights
 from .fit.model import Drafter
@@ -632,11 +633,13 @@ def _finish(
 ) -> dict[str, Any]:
     """Save the drafter, put it into the bundle as it was saved, and measure it once more."""
     folder = options.out / DRAFTER
+    scale, shift = trainer.confidence_level()
+    report(f"confidence on held-out texts: logits times {scale:.2f}, {shift:+.2f}")
     report(f"saving {folder}")
     save_drafter(
         folder,
         trainer.drafter.contract,
-        trainer.drafter.weights,
+        with_confidence_level(trainer.drafter.weights, scale, shift),
         target,
         anchors=trainer.recipe.anchors,
         with_embeddings=options.with_embeddings,
@@ -665,6 +668,7 @@ def _finish(
             "sampled": trainer.vocabulary.sampled,
             "coverage": trainer.vocabulary.coverage,
         },
+        "confidence_level": {"scale": scale, "shift": shift},
         "precision": "bf16" if trainer.recipe.bf16 else "fp32",
         "history": trainer.history,
         "runtime": probe.measure(16, 96),

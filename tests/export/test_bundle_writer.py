@@ -115,6 +115,17 @@ def test_overwrite(pair: Pair, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_sealing_again_covers_the_same_files(pair: Pair, tmp_path: Path) -> None:
+    """A drafter may be exchanged in a bundle that has a calibration and cost tables by now."""
+    path = export_bundle(*pair, tmp_path / "bundle", max_seq_len=64)
+    sealed = set(json.loads((path / "manifest.json").read_text())["files"])
+    (path / "calibration.json").write_text("{}")
+    (path / "costs").mkdir()
+    writer.seal(path)
+    assert set(json.loads((path / "manifest.json").read_text())["files"]) == sealed
+    load_bundle(path)
+
+
 def test_overwrite_spares_what_is_not_a_bundle(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter").write_text("dear")

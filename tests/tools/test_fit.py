@@ -27,7 +27,7 @@ from draftgraph.tools import fit_drafter
 from draftgraph.tools.fit import data as fit_data
 from draftgraph.tools.fit.bigram import fit_bigram
 from draftgraph.tools.fit.data import Checks, Dataset, Record, Sample, write_part
-from draftgraph.tools.fit.drafter import default_taps, rope_parameters
+from draftgraph.tools.fit.drafter import default_taps, rope_parameters, with_confidence_level
 from draftgraph.tools.fit.loss import Targets
 from draftgraph.tools.fit.train import Recipe, Trainer, Vocabulary
 
@@ -389,6 +389,23 @@ def test_a_resumed_run_ends_with_the_same_bits(fitted: Path, folder: Path, tmp_p
         assert torch.equal(w, part.drafter.weights[name]), name
     with pytest.raises(DraftgraphError, match="other data or settings"):
         part.load(file, "another run")
+
+
+def test_the_confidence_is_levelled_on_held_out_texts(fitted: Path, folder: Path) -> None:
+    """An overconfident head is found out; what it is changed to needs no change."""
+    trainer = trainer_of(fitted, folder)
+    for _ in range(4):
+        trainer.train_step()
+    weights = trainer.drafter.weights
+    before = trainer.confidence_level()
+    with torch.no_grad():
+        weights["confidence_head.proj.bias"] += 2
+    scale, shift = trainer.confidence_level()
+    assert scale == pytest.approx(before[0], abs=1e-3)
+    assert shift == pytest.approx(before[1] - 2 * before[0], abs=1e-3)
+    for name, w in with_confidence_level(weights, scale, shift).items():
+        weights[name].data.copy_(w.detach())
+    assert trainer.confidence_level() == pytest.approx((1, 0), abs=1e-3)
 
 
 @pytest.mark.slow
