@@ -93,7 +93,7 @@ class OffSwitch:
     gamma: int
     strongest: np.ndarray | None = None
     weakest: np.ndarray | None = None
-    share: float = 0.015
+    share: float = 0.02
     min_gain: float = 0.02
     decay: float = 0.9
 

@@ -27,6 +27,7 @@ class FeatureRows:
         self.all = self._allocate(self._front)
         self.current = self.all.rows(0, 0)
         self._held: dict[int, list[np.ndarray]] = {}  # rows by slot, in order
+        self._end = self._front  # all held rows are before it
 
     def _allocate(self, rows: int) -> Tensor:
         shape = (rows, self._width)
@@ -46,7 +47,7 @@ class FeatureRows:
                 for i, rows in enumerate(kept):
                     kept[i] = rows + shift
                     self._copy(old, int(rows[0]), int(kept[i][0]), len(rows))
-            self._front = count
+            self._front, self._end = count, self._end + shift
         self.current = self.all.rows(0, count)
         return moved
 
@@ -71,12 +72,23 @@ class FeatureRows:
         return moved
 
     def _free(self, count: int) -> int:
-        """The first of `count` rows behind the front that nobody holds."""
+        """The first of `count` rows behind the front that nobody holds.
+
+        Gaps are looked for only when the end is reached: rows come one by one, round by round.
+        """
+        if not self._held:
+            self._end = self._front
+        start = self._end
+        self._end = start + count
+        if self._end <= self.all.shape[0]:
+            return start
         start = self._front
         for rows in sorted((r for kept in self._held.values() for r in kept), key=lambda r: r[0]):
             if rows[0] - start >= count:
                 break
             start = int(rows[-1]) + 1
+        pieces = [r for kept in self._held.values() for r in kept]
+        self._end = max([start + count, *(int(rows[-1]) + 1 for rows in pieces)])
         return start
 
     def _copy(self, source: Tensor, first: int, to: int, count: int) -> None:
