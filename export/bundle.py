@@ -361,11 +361,13 @@ def _save(model: ir.Model, file: Path) -> str:
     return file.name
 
 
+_NOT_SEALED = (MANIFEST, "calibration.json", "calibration.svg")
+
+
 def seal(folder: Path) -> None:
-    """Record size and hash of every file in the manifest: of a new bundle all files, later the same
-    ones, not what was made for the bundle since."""
+    """Record size and hash of every file in the manifest, but for what is made for a bundle later."""
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-    names = manifest["files"] or [f.name for f in folder.iterdir() if f.name != MANIFEST]
+    names = [f.name for f in folder.iterdir() if f.is_file() and f.name not in _NOT_SEALED]
     manifest["files"] = {
         name: {"sha256": sha256(folder / name), "bytes": (folder / name).stat().st_size}
         for name in sorted(names)
