@@ -365,7 +365,7 @@ _NOT_SEALED = (MANIFEST, "calibration.json", "calibration.svg")
 
 
 def seal(folder: Path) -> None:
-    """Record size and hash of every file in the manifest, but for what is made for a bundle later."""
+    """Record size and hash of every file in the manifest, but for what is made later."""
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     names = [f.name for f in folder.iterdir() if f.is_file() and f.name not in _NOT_SEALED]
     manifest["files"] = {
