@@ -83,12 +83,13 @@ class FeatureRows:
         if self._end <= self.all.shape[0]:
             return start
         start = self._front
-        for rows in sorted((r for kept in self._held.values() for r in kept), key=lambda r: r[0]):
+        pieces = sorted((r for kept in self._held.values() for r in kept), key=lambda r: r[0])
+        for rows in pieces:
             if rows[0] - start >= count:
                 break
             start = int(rows[-1]) + 1
-        pieces = [r for kept in self._held.values() for r in kept]
-        self._end = max([start + count, *(int(rows[-1]) + 1 for rows in pieces)])
+        last = int(pieces[-1][-1]) + 1 if pieces else 0  # none are held at first
+        self._end = max(start + count, last)
         return start
 
     def _copy(self, source: Tensor, first: int, to: int, count: int) -> None:
