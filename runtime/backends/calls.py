@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...graphs.errors import DraftgraphError
+from ..bundle import Bundle
 from .base import AcceptSampling, ContextBatch, DraftSampling, TokenBatch
 
 
@@ -153,3 +155,16 @@ def padded_cells(lengths: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarra
     last = np.maximum(lengths - 1, 0)[:, None]
     cells = np.minimum(starts[:, None] + np.minimum(columns, last), total - 1)
     return cells, columns < lengths[:, None]
+
+
+def markov_head(bundle: Bundle, markov: str) -> str:
+    """The graph that the option `markov` ("auto", "full", "topk") of a backend means, "markov" or
+    "markov_topk". Raises `DraftgraphError`."""
+    if markov not in ("auto", "full", "topk"):
+        raise DraftgraphError(f'markov is {markov!r}, expected "auto", "full" or "topk"')
+    if markov == "topk" and "markov_topk" not in bundle.graphs:
+        raise DraftgraphError(
+            f"{bundle.path}: no truncated Markov graph in this bundle; export it with "
+            '--markov-top-k, or use markov="full"'
+        )
+    return "markov_topk" if markov != "full" and "markov_topk" in bundle.graphs else "markov"

@@ -25,7 +25,15 @@ from ...engine_cache import ENGINES
 from ...machine import available_cores, gpu, processor_name
 from ...profiles import Limits, check_limits, check_precision
 from ..base import PREFILL_CHUNK, AcceptSampling, ContextBatch, DraftSampling, TokenBatch
-from ..calls import GraphCall, LogitRows, accept_call, backbone_call, markov_call, target_call
+from ..calls import (
+    GraphCall,
+    LogitRows,
+    accept_call,
+    backbone_call,
+    markov_call,
+    markov_head,
+    target_call,
+)
 from ..hugepages import large_pages
 from .features import FeatureRows
 from .graphs import Graphs, Worker
@@ -102,7 +110,8 @@ class OnnxRuntime:
         strict_placement: bool = False,
         engine_cache: str | Path | None = None,
     ) -> None:
-        _check_options(bundle, provider, markov, capacity, cuda_graphs, device_id)
+        self._markov = markov_head(bundle, markov)
+        _check_options(bundle, provider, capacity, cuda_graphs, device_id)
         self.bundle, self.provider, self.device_id = bundle, provider, device_id
         self._limits = None
         if provider.fixed_capacity:
@@ -112,8 +121,6 @@ class OnnxRuntime:
         _check_bf16(bundle, provider, device_id)
         use_one_thread_pool(threads)
         self.seconds: dict[str, float] = defaultdict(float)
-        truncated = markov != "full" and "markov_topk" in bundle.graphs
-        self._markov = "markov_topk" if truncated else "markov"
         self._strict = strict_placement
         self._engine_cache = self._cache_folder(engine_cache)
         self._sessions: dict[str, ort.InferenceSession] = {}
@@ -576,18 +583,10 @@ def hosted_inputs(session: ort.InferenceSession, device: str) -> frozenset[str]:
 def _check_options(
     bundle: Bundle,
     provider: Provider,
-    markov: str,
     capacity: int | None,
     graphs: bool | None,
     device_id: int,
 ) -> None:
-    if markov not in ("auto", "full", "topk"):
-        raise DraftgraphError(f'markov is {markov!r}, expected "auto", "full" or "topk"')
-    if markov == "topk" and "markov_topk" not in bundle.graphs:
-        raise DraftgraphError(
-            f"{bundle.path}: no truncated Markov graph in this bundle; export it with "
-            '--markov-top-k, or use markov="full"'
-        )
     if not provider.fp32:
         check_precision(bundle)
     if device_id < 0 or (device_id and provider.device == "cpu"):

@@ -17,7 +17,15 @@ import numpy as np
 from ....graphs.errors import DraftgraphError
 from ...bundle import WEIGHTS, Bundle, TensorInfo
 from ..base import AcceptSampling, ContextBatch, DraftSampling, TokenBatch
-from ..calls import GraphCall, LogitRows, accept_call, backbone_call, markov_call, target_call
+from ..calls import (
+    GraphCall,
+    LogitRows,
+    accept_call,
+    backbone_call,
+    markov_call,
+    markov_head,
+    target_call,
+)
 from .device import CaptureRefused, Device, EngineCall, Tensor
 from .plan import (
     NUMPY,
@@ -514,14 +522,7 @@ _PHASE = {"draft": "backbone", "feed": "backbone"}
 
 def engines_needed(bundle: Bundle, markov: str) -> list[str]:
     """The graphs that a backend loads: one Markov head, greedy and sampled."""
-    if markov not in ("auto", "full", "topk"):
-        raise DraftgraphError(f'markov is {markov!r}, expected "auto", "full" or "topk"')
-    if markov == "topk" and "markov_topk" not in bundle.graphs:
-        raise DraftgraphError(
-            f"{bundle.path}: no truncated Markov graph in this bundle; export it with "
-            '--markov-top-k, or use markov="full"'
-        )
-    head = "markov_topk" if markov != "full" and "markov_topk" in bundle.graphs else "markov"
+    head = markov_head(bundle, markov)
     unused = {"markov", "markov_greedy", "markov_topk", "markov_topk_greedy"}
     unused -= {head, f"{head}_greedy"}
     return [name for name in bundle.graphs if name not in unused]
