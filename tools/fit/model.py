@@ -11,7 +11,7 @@ hidden size, m tapped layers, r Markov rank, H query heads, G key-value heads, D
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,14 @@ class Drafter:
         hidden = self.backbone(contexts, tokens[:, 0], tokens.shape[1])
         low_rank, embeddings = self.markov(hidden, tokens)
         return BlockOutputs(hidden, low_rank, self.confidence(hidden, embeddings))
+
+    def drafting(
+        self, contexts: list[Context], anchor_ids: Tensor
+    ) -> Callable[[Tensor], BlockOutputs]:
+        """`blocks` of the same anchors for one choice of tokens after the other; what does not
+        depend on them is computed once."""
+        hidden = self.backbone(contexts, anchor_ids, self.contract.block_size)
+        return lambda tokens: BlockOutputs(hidden, self.markov(hidden, tokens)[0], None)
 
     def backbone(self, contexts: list[Context], anchor_ids: Tensor, gamma: int) -> Tensor:
         """One parallel pass over all blocks [anchor, mask × (γ-1)] -> hidden [N, γ, d]."""

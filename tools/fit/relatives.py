@@ -15,7 +15,7 @@ All read the same tapped features and share the target's embedding and head; eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -48,6 +48,11 @@ class Relative(Drafter):
     def blocks(self, contexts: list[Context], tokens: Tensor) -> BlockOutputs:
         hidden = self.hidden(contexts, tokens)
         return BlockOutputs(hidden, hidden[..., :0], None)
+
+    def drafting(
+        self, contexts: list[Context], anchor_ids: Tensor
+    ) -> Callable[[Tensor], BlockOutputs]:
+        return lambda tokens: self.blocks(contexts, tokens)
 
     def hidden(self, contexts: list[Context], tokens: Tensor) -> Tensor:
         """[N, slots, d] after the final norm, for tokens [N, slots] before each slot."""
@@ -214,9 +219,10 @@ def greedy_blocks(
     w2 = drafter.weights.get("markov_head.markov_w2.weight")
     tokens = torch.zeros(len(anchors), gamma + 1, dtype=torch.long)
     tokens[:, 0] = anchors
+    outputs = drafter.drafting(contexts, anchors)
     for slot in range(gamma):
         # A slot depends on the tokens before it only; what stands behind is not looked at.
-        out = drafter.blocks(contexts, tokens[:, :gamma])
+        out = outputs(tokens[:, :gamma])
         logits = out.hidden[:, slot] @ head.T
         if w2 is not None:
             logits = logits + out.low_rank[:, slot] @ w2.T
