@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -99,6 +100,10 @@ class OffSwitch:
 
     loss_ms: float = field(default=0.0, init=False)  # gains pay it back, down to 0
     _plain_ms: float = field(default=0.0, init=False)  # plain decoding of the tokens so far
+    # A switch that is off is asked before every step: what cannot have changed is not worked out
+    # again. The last choice among known outlooks, and the losses of trials.
+    _known: tuple[Any, list[Outlook]] = field(default=(None, []), init=False, repr=False)
+    _losses: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1 or self.min_gain < 0 or not 0 <= self.decay < 1:
@@ -124,6 +129,10 @@ class OffSwitch:
         for o in outlooks:
             if o.waited and o.waited >= self._wait(o, requests):
                 o.begin_anew()
+        if not self._may_try([o for o in outlooks if o.on_trial], requests, left):
+            chosen = self._best_known([o for o in outlooks if not o.on_trial], requests, others)
+            drafting = {id(o) for o in chosen}
+            return [id(o) in drafting for o in outlooks]
         chosen = self._best(outlooks, requests, others)
         trials = [o for o in chosen if o.on_trial]
         while trials and self._risk_ms(trials, len(chosen), requests, others) > left:
@@ -155,6 +164,7 @@ class OffSwitch:
         worth = self._plain(requests) * sum(tokens) / requests
         self._plain_ms += worth
         if any(drafted):
+            self._known = None, []
             self.loss_ms = max(0.0, self.loss_ms + step_ms - worth)
         for o, draft, survival in zip(outlooks, drafted, survivals, strict=True):
             if o is None:
@@ -183,6 +193,22 @@ class OffSwitch:
                 best, chosen = theta, size
         return ranked[:chosen]
 
+    def _best_known(
+        self, outlooks: Sequence[Outlook], requests: int, others: int
+    ) -> list[Outlook]:
+        """`_best` of outlooks that are not on trial: without drafts they do not change."""
+        key = (requests, others, outlooks)
+        if key != self._known[0]:
+            self._known = key, self._best(outlooks, requests, others)
+        return self._known[1]
+
+    def _may_try(self, trials: Sequence[Outlook], requests: int, left: float) -> bool:
+        """Could any number of them be tried for `left` ms, if drafting itself cost nothing?"""
+        if not trials:
+            return False
+        least = min(self._verify_ms(n, requests) for n in range(1, len(trials) + 1))
+        return min(o.pending_ms for o in trials) + least <= left
+
     def _risk_ms(
         self, trials: Sequence[Outlook], drafting: int, requests: int, others: int
     ) -> float:
@@ -191,11 +217,18 @@ class OffSwitch:
 
     def _trial_ms(self, trials: int, drafting: int, requests: int, others: int) -> float:
         """What a step loses to its trials, fully verified, if they do as the weakest do."""
-        row, verified = self.costs.row(requests), trials * self.gamma
-        gained = 0.0 if self.weakest is None else trials * float(self.weakest.sum())
         idle = self.costs.draft(others + drafting - trials) if others + drafting > trials else 0.0
-        spent = self.costs.draft(others + drafting) - idle + float(row[requests + verified])
-        return spent - float(row[requests]) * (1 + gained / requests)
+        return self.costs.draft(others + drafting) - idle + self._verify_ms(trials, requests)
+
+    def _verify_ms(self, trials: int, requests: int) -> float:
+        """The part of it that is not drafting."""
+        loss = self._losses.get((trials, requests))
+        if loss is None:
+            row, verified = self.costs.row(requests), trials * self.gamma
+            gained = 0.0 if self.weakest is None else trials * float(self.weakest.sum())
+            loss = float(row[requests + verified] - row[requests] * (1 + gained / requests))
+            self._losses[trials, requests] = loss
+        return loss
 
     def _wait(self, o: Outlook, requests: int) -> int:
         """Plain rounds before another trial."""
