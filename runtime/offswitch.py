@@ -193,9 +193,7 @@ class OffSwitch:
                 best, chosen = theta, size
         return ranked[:chosen]
 
-    def _best_known(
-        self, outlooks: Sequence[Outlook], requests: int, others: int
-    ) -> list[Outlook]:
+    def _best_known(self, outlooks: Sequence[Outlook], requests: int, others: int) -> list[Outlook]:
         """`_best` of outlooks that are not on trial: without drafts they do not change."""
         key = (requests, others, outlooks)
         if key != self._known[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -26,7 +27,14 @@ from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backe
 from draftgraph.tools import fit_drafter
 from draftgraph.tools.fit import data as fit_data
 from draftgraph.tools.fit.bigram import fit_bigram
-from draftgraph.tools.fit.data import Checks, Dataset, Record, Sample, write_part
+from draftgraph.tools.fit.data import (
+    Checks,
+    Dataset,
+    Record,
+    Sample,
+    SamplingPlan,
+    write_part,
+)
 from draftgraph.tools.fit.drafter import default_taps, rope_parameters, with_confidence_level
 from draftgraph.tools.fit.loss import Targets
 from draftgraph.tools.fit.train import Recipe, Trainer, Vocabulary
@@ -180,6 +188,15 @@ def test_the_split_is_by_prompt(fitted: Path) -> None:
     assert all(len(s) == 1 for s in sides.values())
     assert {True, False} == set().union(*sides.values())
     assert {data.record(i).source for i in range(len(data))} & {"prompt 0", "prompt 3"}
+
+
+def test_no_prompt_is_decoded_greedily_twice() -> None:
+    """It would say the same. Otherwise a prompt that comes again gets the next temperature."""
+    plan = SamplingPlan(0, 8, (0.0, 0.5, 1.0), 0)
+    first = [(n % 2, plan.temperature(n, 2)) for n in itertools.islice(plan.jobs(2), 7)]
+    assert first[:6] == [(0, 0.0), (1, 0.5), (0, 0.5), (1, 1.0), (0, 1.0), (1, 0.0)]
+    assert first[6] == (1, 0.5)  # 6 would be prompt 0 at temperature 0
+    assert list(dataclasses.replace(plan, temperatures=(0.0,)).jobs(3)) == [0, 1, 2]
 
 
 def test_recomputed_features_equal_the_kept_ones(fitted: Path) -> None:

@@ -276,7 +276,21 @@ class SamplingPlan:
 
     def temperature(self, number: int, prompts: int) -> float:
         """Temperatures take turns; a prompt that comes again gets the next one."""
-        return self.temperatures[(number + number // prompts) % len(self.temperatures)]
+        again, prompt = divmod(number, prompts)
+        return self.temperatures[(prompt + again) % len(self.temperatures)]
+
+    def jobs(self, prompts: int) -> Iterator[int]:
+        """Numbers of the texts to sample. A prompt is decoded at temperature 0 once: it would say
+        the same again."""
+        greedy: set[int] = set()
+        for number in itertools.count():
+            if self.temperature(number, prompts) == 0:
+                if number % prompts in greedy:
+                    if len(greedy) == prompts and not any(self.temperatures):
+                        return
+                    continue
+                greedy.add(number % prompts)
+            yield number
 
 
 def sample(
@@ -289,12 +303,20 @@ def sample(
     done = {r.number: r for r in records(folder)}
     generated = sum(r.length - r.prompt_length for r in done.values())
     before, start, told = generated, time.perf_counter(), time.perf_counter()
-    jobs = (n for n in _count() if n not in done)
+    jobs = (n for n in plan.jobs(len(prompts)) if n not in done)
     pending: list[Sample] = []
     running: dict[int, int] = {}
-    while generated < plan.tokens or engine.busy:
-        while generated < plan.tokens and len(running) < engine.max_requests:
-            number = next(jobs)
+    more = True
+    while (more and generated < plan.tokens) or engine.busy:
+        while more and generated < plan.tokens and len(running) < engine.max_requests:
+            number = next(jobs, -1)
+            if number < 0:
+                more = False
+                report(
+                    f"every prompt was decoded at temperature 0: {generated} of {plan.tokens} "
+                    "tokens; more prompts or temperatures above 0 would give more"
+                )
+                break
             prompt = prompts[number % len(prompts)]
             request = engine.add_request(
                 prompt.ids,
@@ -331,13 +353,6 @@ def sample(
             told = time.perf_counter()
             rate = (generated - before) / (told - start)
             report(f"{generated} of {plan.tokens} tokens sampled, {rate:.0f} a second")
-
-
-def _count() -> Iterator[int]:
-    number = 0
-    while True:
-        yield number
-        number += 1
 
 
 def import_samples(
