@@ -13,10 +13,13 @@ from typing import Any
 
 from ..graphs.errors import DraftgraphError
 from ..runtime import Engine, Output, SamplingParams
+from ..runtime.scheduler import NO_CONFIDENCE, NO_COSTS, NOT_COVERED
 from .console import number, table
 from .prompts import PromptSet
 
 PLAIN = "plain"
+# Why a schedule did the same as full.
+IDLE = {NO_CONFIDENCE, NO_COSTS, NOT_COVERED}
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Tally:
     verified: int = 0
     accepted: int = 0
     ids: list[list[int]] = field(default_factory=list)
+    idle: set[str] = field(default_factory=set)  # of `IDLE`
 
     def add(self, outputs: Sequence[Output]) -> None:
         """The outputs of one batch; prefill is not counted."""
@@ -69,6 +73,7 @@ class Tally:
             self.committed += round((s.tau or 0) * s.rounds)
             self.verified += s.verified
             self.accepted += s.accepted
+            self.idle |= IDLE.intersection(s.schedules)
 
     @property
     def speed(self) -> float:
@@ -161,6 +166,7 @@ class Sweep:
                 "verified_per_round": verified / rounds if rounds else None,
                 "acceptance": sum(t.accepted for t in tallies) / verified if verified else None,
                 "tokens_per_step": self._per_step(tallies),
+                "idle": sorted({reason for t in tallies for reason in t.idle}),
             }
         return figures
 
@@ -195,6 +201,9 @@ def render(result: dict[str, Any], out: Any) -> None:
             cells = [*(measured["files"][f][name] for f in names), overall]
             rows.add_row(name, *(_acceptance(c) for c in cells))
         out.print(rows)
+        for name, overall in measured["overall"].items():
+            for reason in overall["idle"]:
+                out.print(f"{name} {reason}", soft_wrap=True)
 
 
 def _speed(figures: dict[str, Any]) -> str:

@@ -86,6 +86,18 @@ def test_the_command_compares_schedules_by_batch_and_file(
     assert "batch 2: tokens per step" in result.stdout
 
 
+def test_a_schedule_that_cannot_choose_is_told(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"prompt": list(load_golden(NAME).prompts[0]["prompt"])}) + "\n")
+    result = ok(
+        *("sweep", bundle(NAME), "--prompts", prompts, "--batch=1", "--repeat=1"),
+        *("--max-new-tokens=8", "--schedule=full", "--schedule=early-stop"),
+    )
+    said = [line for line in result.stdout.splitlines() if "no measured cost table" in line]
+    assert len(said) == 1
+    assert said[0].startswith("early-stop verified all")
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [("--batch=0", "--batch"), ("--schedule=slow", "scheduler"), ("--repeat=0", "--repeat")],
