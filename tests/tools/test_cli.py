@@ -366,9 +366,11 @@ def test_a_closed_pipe_leaves_no_traceback(plain: Path) -> None:
 
 
 def test_ctrl_c_exits_quietly_with_130(text_bundle: Path) -> None:
-    """The signal comes from within a step, so it always meets a command that is decoding."""
+    """The signal comes from within a step, so it always meets a command that is decoding. A shell's
+    background job, which this test may be part of, ignores Ctrl-C unless told otherwise."""
     code = (
-        "import os, signal, sys\n"
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from draftgraph.runtime.engine import Engine\n"
         "from draftgraph.tools.cli import main\n"
         "step = Engine.step\n"
