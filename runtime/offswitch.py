@@ -129,18 +129,10 @@ class OffSwitch:
         for o in outlooks:
             if o.waited and o.waited >= self._wait(o, requests):
                 o.begin_anew()
-        if not self._may_try([o for o in outlooks if o.on_trial], requests, left):
+        if self._may_try([o for o in outlooks if o.on_trial], requests, left):
+            chosen = self._best_within(left, outlooks, requests, others)
+        else:
             chosen = self._best_known([o for o in outlooks if not o.on_trial], requests, others)
-            drafting = {id(o) for o in chosen}
-            return [id(o) in drafting for o in outlooks]
-        chosen = self._best(outlooks, requests, others)
-        trials = [o for o in chosen if o.on_trial]
-        while trials and self._risk_ms(trials, len(chosen), requests, others) > left:
-            trials = sorted(trials, key=lambda o: o.pending_ms)[: len(trials) // 2]
-            tried = {id(o) for o in trials}
-            known = [o for o in outlooks if not o.on_trial or id(o) in tried]
-            chosen = self._best(known, requests, others)
-            trials = [o for o in chosen if o.on_trial]
         drafting = {id(o) for o in chosen}
         return [id(o) in drafting for o in outlooks]
 
@@ -192,6 +184,20 @@ class OffSwitch:
             if theta >= best:
                 best, chosen = theta, size
         return ranked[:chosen]
+
+    def _best_within(
+        self, left: float, outlooks: Sequence[Outlook], requests: int, others: int
+    ) -> list[Outlook]:
+        """`_best` with as many trials as `left` ms pay for."""
+        chosen = self._best(outlooks, requests, others)
+        trials = [o for o in chosen if o.on_trial]
+        while trials and self._risk_ms(trials, len(chosen), requests, others) > left:
+            trials = sorted(trials, key=lambda o: o.pending_ms)[: len(trials) // 2]
+            tried = {id(o) for o in trials}
+            known = [o for o in outlooks if not o.on_trial or id(o) in tried]
+            chosen = self._best(known, requests, others)
+            trials = [o for o in chosen if o.on_trial]
+        return chosen
 
     def _best_known(self, outlooks: Sequence[Outlook], requests: int, others: int) -> list[Outlook]:
         """`_best` of outlooks that are not on trial: without drafts they do not change."""
