@@ -199,6 +199,17 @@ def test_no_prompt_is_decoded_greedily_twice() -> None:
     assert list(dataclasses.replace(plan, temperatures=(0.0,)).jobs(3)) == [0, 1, 2]
 
 
+def test_sampling_ends_when_every_prompt_was_decoded_greedily(fitted: Path, tmp_path: Path) -> None:
+    bundle = load_bundle(fitted / "bundle", verify=False)
+    prompts = [fit_data.Prompt((5 + i, 6), "p", False) for i in range(3)]
+    plan, said = SamplingPlan(10_000, 8, (0.0,), 0), list[str]()
+    for _ in range(2):  # the second call finds nothing left to do
+        engine = fit_data.open_engine(bundle, 2, features=False, threads=1)
+        fit_data.sample(engine, prompts, plan, tmp_path, said.append)
+        assert [r.number for r in fit_data.records(tmp_path)] == [0, 1, 2]
+        assert "more prompts" in said[-1]
+
+
 def test_recomputed_features_equal_the_kept_ones(fitted: Path) -> None:
     bundle = load_bundle(fitted / "bundle", verify=False)
     backend = fit_data.RecordingBackend(bundle, features=True)

@@ -283,13 +283,12 @@ class SamplingPlan:
         """Numbers of the texts to sample. A prompt is decoded at temperature 0 once: it would say
         the same again."""
         greedy: set[int] = set()
-        for number in itertools.count():
+        for number in itertools.count() if any(self.temperatures) else range(prompts):
+            prompt = number % prompts
             if self.temperature(number, prompts) == 0:
-                if number % prompts in greedy:
-                    if len(greedy) == prompts and not any(self.temperatures):
-                        return
+                if prompt in greedy:
                     continue
-                greedy.add(number % prompts)
+                greedy.add(prompt)
             yield number
 
 
@@ -308,15 +307,10 @@ def sample(
     running: dict[int, int] = {}
     more = True
     while (more and generated < plan.tokens) or engine.busy:
-        while more and generated < plan.tokens and len(running) < engine.max_requests:
-            number = next(jobs, -1)
-            if number < 0:
-                more = False
-                report(
-                    f"every prompt was decoded at temperature 0: {generated} of {plan.tokens} "
-                    "tokens; more prompts or temperatures above 0 would give more"
-                )
-                break
+        free = engine.max_requests - len(running) if generated < plan.tokens else 0
+        numbers = list(itertools.islice(jobs, free))
+        more = len(numbers) == free
+        for number in numbers:
             prompt = prompts[number % len(prompts)]
             request = engine.add_request(
                 prompt.ids,
@@ -353,6 +347,11 @@ def sample(
             told = time.perf_counter()
             rate = (generated - before) / (told - start)
             report(f"{generated} of {plan.tokens} tokens sampled, {rate:.0f} a second")
+    if generated < plan.tokens:
+        report(
+            f"every prompt was decoded at temperature 0: {generated} of {plan.tokens} tokens; more "
+            "prompts or temperatures above 0 would give more"
+        )
 
 
 def import_samples(
