@@ -332,16 +332,6 @@ def test_warnings_are_plain_lines(plain: Path, monkeypatch: pytest.MonkeyPatch) 
 # The process
 
 
-def module(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "draftgraph.tools.cli", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def test_help_and_version_import_nothing_heavy() -> None:
     code = (
         "import sys\n"
@@ -357,7 +347,12 @@ def test_help_and_version_import_nothing_heavy() -> None:
 
 
 def test_a_closed_pipe_leaves_no_traceback(plain: Path) -> None:
-    process = module("inspect", plain, "--json")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "draftgraph.tools.cli", "inspect", str(plain), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     errors = process.stderr.read()
