@@ -72,6 +72,11 @@ class Outlook:
         self.weight, self.waited = weight + 1, 0
         self.drafted += 1
 
+    @property
+    def hopeful(self) -> bool:
+        """Has it begun anew and not drafted since?"""
+        return not self.drafted and bool(self.begin.min() == 1)
+
     def begin_anew(self) -> None:
         """Hopeful, and on trial."""
         self.begin = np.ones_like(self.begin)
@@ -100,10 +105,10 @@ class OffSwitch:
 
     loss_ms: float = field(default=0.0, init=False)  # gains pay it back, down to 0
     _plain_ms: float = field(default=0.0, init=False)  # plain decoding of the tokens so far
-    # A switch that is off is asked before every step: what cannot have changed is not worked out
-    # again. The last choice among known outlooks, and the losses of trials.
-    _known: tuple[Any, list[Outlook]] = field(default=(None, []), init=False, repr=False)
-    _losses: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
+    # A switch that is off is asked before every step: for how many more rounds of this kind it is
+    # certain that none drafts; and, by numbers of requests, what their trials lose.
+    _idle: tuple[Any, int] = field(default=(None, 0), init=False, repr=False)
+    _least: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1 or self.min_gain < 0 or not 0 <= self.decay < 1:
@@ -123,16 +128,26 @@ class OffSwitch:
         """
         if not self._covers(requests, others + len(outlooks)):
             return [True] * len(outlooks)
+        kind = (requests, others, list(outlooks))
+        before, rounds = self._idle
+        if rounds and before == kind:
+            self._idle = kind, rounds - 1
+            return [False] * len(outlooks)
+        self._idle = None, 0
         plain = self._plain(requests)
         longest = max((o.horizon for o in outlooks), default=0)
         left = self.share * max(self._plain_ms, plain * longest) - self.loss_ms
         for o in outlooks:
             if o.waited and o.waited >= self._wait(o, requests):
                 o.begin_anew()
-        if self._may_try([o for o in outlooks if o.on_trial], requests, left):
+        known = [o for o in outlooks if not o.on_trial]
+        needed = self._least_risk_ms(outlooks, len(known), requests, others)
+        if needed <= left:
             chosen = self._best_within(left, outlooks, requests, others)
         else:
-            chosen = self._best_known([o for o in outlooks if not o.on_trial], requests, others)
+            chosen = self._best(known, requests, others)
+            if not chosen:
+                self._idle = kind, self._idle_rounds(outlooks, needed - left, requests)
         drafting = {id(o) for o in chosen}
         return [id(o) in drafting for o in outlooks]
 
@@ -156,7 +171,7 @@ class OffSwitch:
         worth = self._plain(requests) * sum(tokens) / requests
         self._plain_ms += worth
         if any(drafted):
-            self._known = None, []
+            self._idle = None, 0
             self.loss_ms = max(0.0, self.loss_ms + step_ms - worth)
         for o, draft, survival in zip(outlooks, drafted, survivals, strict=True):
             if o is None:
@@ -199,19 +214,35 @@ class OffSwitch:
             trials = [o for o in chosen if o.on_trial]
         return chosen
 
-    def _best_known(self, outlooks: Sequence[Outlook], requests: int, others: int) -> list[Outlook]:
-        """`_best` of outlooks that are not on trial: without drafts they do not change."""
-        key = (requests, others, outlooks)
-        if key != self._known[0]:
-            self._known = key, self._best(outlooks, requests, others)
-        return self._known[1]
-
-    def _may_try(self, trials: Sequence[Outlook], requests: int, left: float) -> bool:
-        """Could any number of them be tried for `left` ms, if drafting itself cost nothing?"""
+    def _least_risk_ms(
+        self, outlooks: Sequence[Outlook], known: int, requests: int, others: int
+    ) -> float:
+        """What a trial costs at least, of any number of them beside any number of `known`."""
+        trials = [o.pending_ms for o in outlooks if o.on_trial]
         if not trials:
-            return False
-        least = min(self._verify_ms(n, requests) for n in range(1, len(trials) + 1))
-        return min(o.pending_ms for o in trials) + least <= left
+            return math.inf
+        key = (len(trials), known, requests, others)
+        if key not in self._least:
+            most = others + known + len(trials)
+            draft = np.array([0.0, *(self.costs.draft(n) for n in range(1, most + 1))])
+            beside = others + np.arange(known + 1)
+            self._least[key] = min(
+                float((draft[beside + n] - draft[beside]).min()) + self._verify_ms(n, requests)
+                for n in range(1, len(trials) + 1)
+            )
+        return min(trials) + self._least[key]
+
+    def _idle_rounds(self, outlooks: Sequence[Outlook], lacking: float, requests: int) -> int:
+        """After a round in which none drafts: in how many more can none, whatever they bring?
+
+        lacking: ms that a trial costs more than is left. A plain round adds its share to what is
+        left. Pending writes grow meanwhile, so waits and prices can only rise.
+        """
+        rounds = lacking / (self.share * self._plain(requests))
+        for o in outlooks:
+            if not o.hopeful:
+                rounds = min(rounds, self._wait(o, requests) - o.waited)
+        return max(0, math.ceil(rounds) - 1) if math.isfinite(rounds) else 0
 
     def _risk_ms(
         self, trials: Sequence[Outlook], drafting: int, requests: int, others: int
@@ -226,13 +257,9 @@ class OffSwitch:
 
     def _verify_ms(self, trials: int, requests: int) -> float:
         """The part of it that is not drafting."""
-        loss = self._losses.get((trials, requests))
-        if loss is None:
-            row, verified = self.costs.row(requests), trials * self.gamma
-            gained = 0.0 if self.weakest is None else trials * float(self.weakest.sum())
-            loss = float(row[requests + verified] - row[requests] * (1 + gained / requests))
-            self._losses[trials, requests] = loss
-        return loss
+        row, verified = self.costs.row(requests), trials * self.gamma
+        gained = 0.0 if self.weakest is None else trials * float(self.weakest.sum())
+        return float(row[requests + verified] - row[requests] * (1 + gained / requests))
 
     def _wait(self, o: Outlook, requests: int) -> int:
         """Plain rounds before another trial."""

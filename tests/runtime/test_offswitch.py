@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -187,6 +189,47 @@ def test_others_that_draft_anyway_share_the_cost() -> None:
     switch = OffSwitch(table(draft=60.0), GAMMA, strongest=survival(0.7), weakest=survival(0.6))
     assert switch.choose([switch.outlook(64)], 8) == [False]
     assert switch.choose([switch.outlook(64)], 8, others=7) == [True]
+
+
+class Restless(OffSwitch):
+    """Works everything out before every round."""
+
+    def _idle_rounds(self, outlooks: Sequence[Outlook], lacking: float, requests: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_switch_that_rests_chooses_the_same(seed: int) -> None:
+    """Batches that shrink and grow, prompts still to be written, survivals that drift."""
+    rng = np.random.default_rng(seed)
+    most = int(rng.integers(1, 9))
+    weakest = survival(rng.uniform(0, 0.4)) if seed % 2 else None
+    switches = [kind(table(), GAMMA, weakest=weakest) for kind in (OffSwitch, Restless)]
+    horizons = rng.integers(16, 300, most).tolist()
+    outlooks = [[s.outlook(h) for h in horizons] for s in switches]
+    quality, pending = rng.uniform(0, 0.9, most), np.full(most, 40)
+    rested = 0
+    for step in range(300):
+        count = most if step % 100 < 70 else max(1, most - step % 3)
+        for row in outlooks:
+            for outlook, rows in zip(row, pending.tolist(), strict=True):
+                outlook.pending_ms = 0.05 * rows
+        chosen, again = (
+            s.choose(row[:count], count) for s, row in zip(switches, outlooks, strict=True)
+        )
+        assert chosen == again
+        rested += switches[0]._idle[1] > 0
+        quality = np.clip(quality + rng.normal(0, 0.03, most), 0, 0.95)
+        drawn = [
+            survival(q) if yes else None for q, yes in zip(quality[:count], chosen, strict=True)
+        ]
+        tokens = [1.0 if d is None else 1 + float(d.sum()) for d in drawn]
+        ms = table().step_ms(count, count + GAMMA * sum(chosen))
+        ms += table().draft(sum(chosen)) if any(chosen) else 0
+        for s, row in zip(switches, outlooks, strict=True):
+            s.observe(row[:count], chosen, tokens, drawn, ms)
+        pending[:count] = np.where(chosen, 0, pending[:count]) + 1
+    assert rested
 
 
 def test_beyond_the_cost_table_all_draft() -> None:
