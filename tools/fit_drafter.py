@@ -16,7 +16,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ..runtime.jsonfile import read_json, write_json
 from ..runtime.tokenizer import Tokenizer
 from .fit import data as fit_data
 from .fit.bigram import fit_bigram
+from .fit.confidence import refit
 from .fit.data import Dataset, SamplingPlan
 from .fit.drafter import (
     as_checkpoint,
@@ -40,7 +41,6 @@ from .fit.drafter import (
     new_weights,
     put_drafter,
     save_drafter,
-    with_confidence_level,
 )
 from .fit.loss import LossWeights
 from .fit.model import Drafter
@@ -633,13 +633,19 @@ def _finish(
 ) -> dict[str, Any]:
     """Save the drafter, put it into the bundle as it was saved, and measure it once more."""
     folder = options.out / DRAFTER
-    scale, shift = trainer.confidence_level()
-    report(f"confidence on held-out texts: logits times {scale:.2f}, {shift:+.2f}")
+    weights: Mapping[str, torch.Tensor] = trainer.drafter.weights
+    head = refit(trainer)
+    if head is not None:
+        report(
+            f"confidence on held-out texts: cross entropy {head.before:.3f}, fitted to them "
+            f"{head.after:.3f}"
+        )
+        weights = head.into(weights)
     report(f"saving {folder}")
     save_drafter(
         folder,
         trainer.drafter.contract,
-        with_confidence_level(trainer.drafter.weights, scale, shift),
+        weights,
         target,
         anchors=trainer.recipe.anchors,
         with_embeddings=options.with_embeddings,
@@ -668,7 +674,7 @@ def _finish(
             "sampled": trainer.vocabulary.sampled,
             "coverage": trainer.vocabulary.coverage,
         },
-        "confidence_level": {"scale": scale, "shift": shift},
+        "confidence": None if head is None else {"before": head.before, "after": head.after},
         "precision": "bf16" if trainer.recipe.bf16 else "fp32",
         "history": trainer.history,
         "runtime": probe.measure(16, 96),

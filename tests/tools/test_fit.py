@@ -27,6 +27,7 @@ from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backe
 from draftgraph.tools import fit_drafter
 from draftgraph.tools.fit import data as fit_data
 from draftgraph.tools.fit.bigram import fit_bigram
+from draftgraph.tools.fit.confidence import hits, outcomes, refit
 from draftgraph.tools.fit.data import (
     Checks,
     Dataset,
@@ -35,8 +36,9 @@ from draftgraph.tools.fit.data import (
     SamplingPlan,
     write_part,
 )
-from draftgraph.tools.fit.drafter import default_taps, rope_parameters, with_confidence_level
+from draftgraph.tools.fit.drafter import default_taps, rope_parameters
 from draftgraph.tools.fit.loss import Targets
+from draftgraph.tools.fit.relatives import greedy_blocks
 from draftgraph.tools.fit.train import Recipe, Trainer, Vocabulary
 
 NAME = "qwen3-vanilla"
@@ -419,28 +421,45 @@ def test_a_resumed_run_ends_with_the_same_bits(fitted: Path, folder: Path, tmp_p
         part.load(file, "another run")
 
 
-def test_the_confidence_is_levelled_on_held_out_texts(fitted: Path, folder: Path) -> None:
-    """An overconfident head predicts the held-out acceptance on average afterwards."""
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_confidence_is_fitted_to_held_out_outcomes(
+    greedy: bool, fitted: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An overconfident head predicts the held-out acceptance on average afterwards, slot by slot
+    as it is reached; of greedy texts, the acceptance of greedy drafting."""
     trainer = trainer_of(fitted, folder)
     weights = trainer.drafter.weights
-
-    def excess() -> float:
-        """Mean of predicted less actual acceptance, over slots as they are reached."""
-        total = count = 0.0
-        for accepted, valid, logits in trainer._held_out_blocks(4096):
-            reached = torch.cat([torch.ones(len(valid), 1), accepted[:, :-1].cumprod(1)], 1)
-            assert logits is not None
-            total += float(((logits.sigmoid() - accepted) * reached * valid).sum())
-            count += float((reached * valid).sum())
-        return total / count
-
+    if not greedy:  # as a run without temperature 0 has them
+        warm = [i for i in trainer.held_out if trainer.data.record(i).temperature > 0]
+        monkeypatch.setattr(trainer, "held_out", warm)
     for _ in range(4):
         trainer.train_step()
     weights["confidence_head.proj.bias"].data += 2
+
+    def excess() -> float:
+        """Mean of predicted less actual acceptance."""
+        seen = outcomes(trainer, 4096)
+        assert bool((seen.accepted * (1 - seen.accepted) == 0).all()) == greedy
+        wrong = (seen.logits.sigmoid() - seen.accepted) * seen.weights
+        return float(wrong.sum() / seen.weights.sum())
+
     assert excess() > 0.1
-    for name, w in with_confidence_level(weights, *trainer.confidence_level()).items():
+    head = refit(trainer, 4096)
+    assert head is not None and head.after < head.before
+    for name, w in head.into(weights).items():
         weights[name].data.copy_(w.detach())
     assert abs(excess()) < 1e-3
+
+
+def test_greedy_outcomes_are_those_of_a_replay(fitted: Path, folder: Path) -> None:
+    """A block is drafted as the runtime drafts it, and compared with what the target said."""
+    trainer = trainer_of(fitted, folder)
+    index = next(i for i in trainer.held_out if trainer.data.record(i).temperature == 0)
+    (batch,) = trainer.held_out_batches(4096, [index])
+    found = hits(trainer, batch, trainer.drafter.blocks(batch.contexts, batch.tokens))
+    drafts = greedy_blocks(trainer.drafter, trainer.head, batch.contexts, batch.tokens[:, 0])
+    same = (drafts == batch.targets.labels.view_as(drafts)) & batch.valid
+    assert torch.equal(found.cumprod(1), same.cumprod(1).to(found.dtype))
 
 
 @pytest.mark.slow

@@ -94,20 +94,6 @@ def new_weights(contract: DraftContract, seed: int) -> dict[str, Tensor]:
     return weights
 
 
-def with_confidence_level(
-    weights: Mapping[str, Tensor], scale: float, shift: float
-) -> dict[str, Tensor]:
-    """The same drafter, its confidence logits z as scale · z + shift."""
-    name = "confidence_head.proj"
-    if f"{name}.weight" not in weights:
-        return dict(weights)
-    changed = {
-        f"{name}.weight": weights[f"{name}.weight"] * scale,
-        f"{name}.bias": weights[f"{name}.bias"] * scale + shift,
-    }
-    return {**weights, **changed}
-
-
 def as_checkpoint(contract: DraftContract, weights: Mapping[str, Tensor]) -> DraftCheckpoint:
     """In memory what `read_draft` returns for a directory."""
     arrays = {name: w.detach().float().numpy() for name, w in weights.items()}

@@ -40,11 +40,13 @@ class Context:
 @dataclass(frozen=True)
 class BlockOutputs:
     """hidden [N, γ, d] after the final norm; low_rank [N, γ, r], what W2 multiplies (r = 0 without
-    a Markov head); confidence logits [N, γ], None without the head."""
+    a Markov head); what the confidence head reads [N, γ, f] and its logits [N, γ], None without
+    the head."""
 
     hidden: Tensor
     low_rank: Tensor
-    confidence: Tensor | None
+    confidence_inputs: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 class Drafter:
@@ -80,7 +82,7 @@ class Drafter:
         """
         hidden = self.backbone(contexts, tokens[:, 0], tokens.shape[1])
         low_rank, embeddings = self.markov(hidden, tokens)
-        return BlockOutputs(hidden, low_rank, self.confidence(hidden, embeddings))
+        return BlockOutputs(hidden, low_rank, *self.confidence(hidden, embeddings))
 
     def drafting(
         self, contexts: list[Context], anchor_ids: Tensor
@@ -88,7 +90,7 @@ class Drafter:
         """`blocks` of the same anchors for one choice of tokens after the other; what does not
         depend on them is computed once."""
         hidden = self.backbone(contexts, anchor_ids, self.contract.block_size)
-        return lambda tokens: BlockOutputs(hidden, self.markov(hidden, tokens)[0], None)
+        return lambda tokens: BlockOutputs(hidden, self.markov(hidden, tokens)[0])
 
     def backbone(self, contexts: list[Context], anchor_ids: Tensor, gamma: int) -> Tensor:
         """One parallel pass over all blocks [anchor, mask × (γ-1)] -> hidden [N, γ, d]."""
@@ -145,12 +147,14 @@ class Drafter:
             outputs.append(out.tanh())
         return torch.stack(outputs, 1), e
 
-    def confidence(self, hidden: Tensor, embeddings: Tensor) -> Tensor | None:
-        """Logits [N, γ] of P(slot accepted | all before it accepted)."""
+    def confidence(
+        self, hidden: Tensor, embeddings: Tensor
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Inputs and logits [N, γ] of P(slot accepted | all before it accepted)."""
         if not self.contract.has_confidence:
-            return None
+            return None, None
         x = torch.cat([hidden, embeddings], -1) if self.contract.confidence_with_markov else hidden
-        return self._linear(x, "confidence_head.proj").squeeze(-1)
+        return x, self._linear(x, "confidence_head.proj").squeeze(-1)
 
     def _heads(
         self,

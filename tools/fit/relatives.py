@@ -47,7 +47,7 @@ class Relative(Drafter):
 
     def blocks(self, contexts: list[Context], tokens: Tensor) -> BlockOutputs:
         hidden = self.hidden(contexts, tokens)
-        return BlockOutputs(hidden, hidden[..., :0], None)
+        return BlockOutputs(hidden, hidden[..., :0])
 
     def drafting(
         self, contexts: list[Context], anchor_ids: Tensor

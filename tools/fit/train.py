@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch import Tensor
 from ...graphs.errors import DraftgraphError
 from .data import Dataset
 from .loss import LossWeights, Targets, Terms, head_loss, objective
-from .model import Context, Drafter
+from .model import BlockOutputs, Context, Drafter
 
 Report = Callable[[str], None]
 
@@ -193,10 +192,10 @@ class Trainer:
     ) -> None:
         self.drafter, self.data, self.recipe, self.vocabulary = drafter, data, recipe, vocabulary
         self.gamma = drafter.contract.block_size
-        self._head = head
+        self.head = head
         self._train = [i for i in data.split(held_out=False) if len(candidates(data, i))]
-        self._held_out = [i for i in data.split(held_out=True) if len(candidates(data, i))]
-        for name, split in (("training", self._train), ("held-out", self._held_out)):
+        self.held_out = [i for i in data.split(held_out=True) if len(candidates(data, i))]
+        for name, split in (("training", self._train), ("held-out", self.held_out)):
             if not split:
                 raise DraftgraphError(f"the data has no {name} sequences; sample more")
         self._permutation = cache(self._shuffled)
@@ -264,7 +263,7 @@ class Trainer:
             out = self.drafter.blocks(batch.contexts, batch.tokens[:, :slots])
         targets = batch.targets if slots == gamma else batch.targets.first(slots, gamma)
         columns = self.vocabulary.columns(targets, self.step)
-        head = self._head.index_select(0, columns.tokens)
+        head = self.head.index_select(0, columns.tokens)
         w2 = self.drafter.weights.get("markov_head.markov_w2.weight")
         hidden, low_rank = out.hidden, out.low_rank
         if self.recipe.bf16:
@@ -291,68 +290,44 @@ class Trainer:
         """On about `blocks` anchors of the held-out sequences, always the same ones."""
         sums, counts = torch.zeros(self.gamma), torch.zeros(self.gamma)
         expected, total = 0.0, 0
-        for accepted, valid, _ in self._held_out_blocks(blocks):
+        for batch in self.held_out_batches(blocks):
+            with torch.no_grad():
+                out = self.drafter.blocks(batch.contexts, batch.tokens)
+            accepted = self.overlap(batch, out)
             sums += accepted.sum(0)
-            counts += valid.sum(0)
+            counts += batch.valid.sum(0)
             expected += float(accepted.cumprod(1).sum())
             total += len(accepted)
         return HeldOut(total, expected / total, (sums / counts.clamp(min=1)).tolist())
 
-    def confidence_level(self, blocks: int = 4096) -> tuple[float, float]:
-        """Scale and shift that fit the confidence logits to the held-out acceptance best.
-
-        On texts that the drafter was trained on it accepts more than on new ones, and its
-        confidence has learnt from those. Cross entropy with the acceptance of every slot, weighted
-        by the chance that the slot is reached. (1, 0) without a confidence head.
-        """
-        logits, accepted, weights = [], [], []
-        for a, valid, z in self._held_out_blocks(blocks):
-            if z is None:
-                return 1.0, 0.0
-            reached = torch.cat([torch.ones(len(a), 1), a[:, :-1].cumprod(1)], 1)
-            logits.append(z[valid])
-            accepted.append(a[valid])
-            weights.append(reached[valid])
-        z, a, w = (torch.cat(parts).double() for parts in (logits, accepted, weights))
-        line = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.LBFGS([line], max_iter=100, line_search_fn="strong_wolfe")
-
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            value = F.binary_cross_entropy_with_logits(line[0] * z + line[1], a, w)
-            value.backward()
-            return value
-
-        optimizer.step(loss)
-        scale, shift = line.tolist()
-        return (scale, shift) if scale > 0 and math.isfinite(shift) else (1.0, 0.0)
+    @torch.no_grad()
+    def held_out_batches(self, blocks: int, texts: Sequence[int] = ()) -> Iterator[Batch]:
+        """About `blocks` blocks of held-out sequences, of all or of `texts`, one by one."""
+        texts = texts or self.held_out
+        spread = sum(len(candidates(self.data, i)) for i in texts)
+        stride = max(1, spread // blocks)
+        for index in texts:
+            places = candidates(self.data, index)[stride // 2 % stride :: stride]
+            if len(places):
+                yield make_batch(self.data, [(index, places)], self.gamma)
 
     @torch.no_grad()
-    def _held_out_blocks(self, blocks: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Acceptance, whether a slot has a label, confidence logits: [N, γ] by sequence."""
-        spread = sum(len(candidates(self.data, i)) for i in self._held_out)
-        stride = max(1, spread // blocks)
-        w2 = self.drafter.weights.get("markov_head.markov_w2.weight")
-        for index in self._held_out:
-            places = candidates(self.data, index)[stride // 2 % stride :: stride]
-            if not len(places):
-                continue
-            batch = make_batch(self.data, [(index, places)], self.gamma)
-            out = self.drafter.blocks(batch.contexts, batch.tokens)
-            rows = batch.valid.flatten()
-            terms = head_loss(
-                out.hidden.flatten(0, 1)[rows],
-                out.low_rank.flatten(0, 1)[rows],
-                self._head,
-                w2,
-                Targets(*(t[rows] for t in batch.targets)),
-                torch.ones(int(rows.sum())),
-                0.0,
-                0.0,
-            )
-            accepted = torch.zeros(len(rows))
-            accepted[rows] = terms.overlap.clamp(0, 1)
-            yield accepted.view_as(batch.valid), batch.valid, out.confidence
+    def overlap(self, batch: Batch, out: BlockOutputs) -> Tensor:
+        """[N, γ] Σ min(q, p) over the whole vocabulary, 0 where a slot has no label."""
+        rows = batch.valid.flatten()
+        terms = head_loss(
+            out.hidden.flatten(0, 1)[rows],
+            out.low_rank.flatten(0, 1)[rows],
+            self.head,
+            self.drafter.weights.get("markov_head.markov_w2.weight"),
+            Targets(*(t[rows] for t in batch.targets)),
+            torch.ones(int(rows.sum())),
+            0.0,
+            0.0,
+        )
+        accepted = torch.zeros(len(rows))
+        accepted[rows] = terms.overlap.clamp(0, 1)
+        return accepted.view_as(batch.valid)
 
     # Checkpoints
 
