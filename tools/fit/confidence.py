@@ -19,9 +19,10 @@ from .model import BlockOutputs
 from .train import Batch, Trainer
 
 WEIGHT, BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
-# Standard deviation, in logits, that the correction of a logit is expected to have. With less than
-# a thousand outcomes the head hardly changes but for its level.
-PRIOR = 0.35
+# Standard deviations of normal priors. Of the correction of a logit, in logits: with less than a
+# thousand outcomes the head hardly changes but for its level. Of that level (scale and shift of the
+# logits): wide, it only holds them where all outcomes are the same.
+PRIOR, LEVEL_PRIOR = 0.35, 5.0
 PIECE_ROWS = 256
 
 
@@ -54,8 +55,8 @@ class Refit:
 def refit(trainer: Trainer, blocks: int = 8192) -> Refit | None:
     """The head that predicts the held-out outcomes; None without one.
 
-    Scale and shift of its logits are free; every weight also gets a correction, with a normal prior
-    (ridge regression) so that few outcomes change little.
+    Its logits get a scale and a shift, and every weight a correction, with a normal prior (ridge
+    regression) so that few outcomes change little.
     """
     if not trainer.drafter.contract.has_confidence:
         return None
@@ -63,18 +64,21 @@ def refit(trainer: Trainer, blocks: int = 8192) -> Refit | None:
     x, z, a, w = (t.double() for t in (seen.inputs, seen.logits, seen.accepted, seen.weights))
     mean, spread = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
     x = (x - mean) / spread
-    strength = x.shape[1] / (2 * PRIOR**2 * float(w.sum()))
-    line = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    count = float(w.sum())
+    strength, hold = x.shape[1] / (2 * PRIOR**2 * count), 1 / (2 * LEVEL_PRIOR**2 * count)
+    as_trained = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    line = as_trained.clone().requires_grad_()
     change = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([line, change], max_iter=200, line_search_fn="strong_wolfe")
 
     def entropy() -> Tensor:
         logits = line[0] * z + line[1] + x @ change
-        return F.binary_cross_entropy_with_logits(logits, a, w, reduction="sum") / w.sum()
+        return F.binary_cross_entropy_with_logits(logits, a, w, reduction="sum") / count
 
     def loss() -> Tensor:
         optimizer.zero_grad()
         value = entropy() + strength * change.square().sum()
+        value = value + hold * (line - as_trained).square().sum()
         value.backward()
         return value
 
