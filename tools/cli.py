@@ -620,6 +620,9 @@ def calibrate(
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
     temperature: Temperature = 0.0,
+    held_out: Annotated[
+        float, typer.Option(help="Share of the prompts that is measured on and not fitted to.")
+    ] = 0.25,
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
     chat: ChatTemplate = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests decoded together.")] = 4,
@@ -643,6 +646,8 @@ def calibrate(
     from .calibrate import calibration_data, record
     from .prompts import read_prompts
 
+    if not 0 < held_out < 1:
+        raise DraftgraphError(f"--held-out is {held_out}, expected a share between 0 and 1")
     params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     sets = [read_prompts(file, limit) for file in prompts]
     engine = _load(
@@ -661,7 +666,7 @@ def calibrate(
     outputs = record(engine, asked, params, console.progress)
     data = calibration_data(outputs, engine.gamma, temperature)
     console.progress(f"fitting on {len(data.logits)} blocks")
-    fitted = fit(data, gamma=engine.gamma)
+    fitted = fit(data, gamma=engine.gamma, held_out=held_out)
     fitted.save(bundle / CALIBRATION)
     write_text(bundle / "calibration.svg", reliability_svg(fitted))
     if trace is not None:

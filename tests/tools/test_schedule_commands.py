@@ -127,6 +127,12 @@ def test_the_trace_holds_raw_confidences(made: Path, prompts: Path, tmp_path: Pa
     np.testing.assert_allclose(found.temperatures, first.temperatures, rtol=0.05)
 
 
+def test_calibrate_measures_on_as_many_prompts_as_asked(copy: Path, prompts: Path) -> None:
+    ok("calibrate", copy, "--prompts", prompts, "--max-new-tokens=24", "--held-out=0.7")
+    found = Calibration.load(copy / "calibration.json")
+    assert 0 < found.fitted < found.held_out
+
+
 def test_simulate_shows_every_policy(made: Path, tmp_path: Path) -> None:
     trace, figure = made.parent / "trace.jsonl", tmp_path / "figure.svg"
     arguments = ("--trace", trace, "--costs", table_file(made), "--blocks=60")
@@ -236,6 +242,7 @@ def test_calibrate_refuses_prompt_files(copy: Path, tmp_path: Path) -> None:
     # No block is verified in full: nothing to fit on.
     refused(run("calibrate", copy, "--prompts", file, "--max-new-tokens=5"), "empty")
     refused(run("calibrate", copy, "--prompts", tmp_path / "none.jsonl"), "cannot be read")
+    refused(run("calibrate", copy, "--prompts", file, "--held-out=1"), "between 0 and 1")
     assert not (copy / "calibration.json").exists()
 
 

@@ -274,7 +274,8 @@ class OnnxRuntime:
         self._features.clear()
         # On a device grown caches stay, and with them the CUDA graphs of earlier requests.
         grown = self.provider.host and (
-            self._features.grown or any(c > capacity_step(1) for c in self._capacity.values())
+            self._features.too_large_to_keep
+            or any(c > capacity_step(1) for c in self._capacity.values())
         )
         if slots != self._slots or grown:
             self._forget_bindings()
@@ -282,7 +283,7 @@ class OnnxRuntime:
             self._capacity = {"target": 0, "backbone": 0}
             self._caches = {"target": {}, "backbone": {}}
             self._tensors = {}
-            if self._features.grown:
+            if self._features.too_large_to_keep:
                 self._features = self._feature_rows()
 
     def _step(self, rows: int) -> int:

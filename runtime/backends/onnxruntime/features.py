@@ -13,6 +13,9 @@ from ....graphs.errors import DraftgraphError
 from ..base import PREFILL_CHUNK, ContextBatch
 from .memory import Memory, Tensor, nbytes
 
+# What idle slots may go on holding.
+KEEP_BYTES = 64 << 20
+
 
 class FeatureRows:
     """`all`: [T, width] f32, every row. `current`: [N, width], those of the last target call.
@@ -34,8 +37,9 @@ class FeatureRows:
         return Tensor(self._memory.allocate(nbytes(shape, "fp32")), shape, "fp32")
 
     @property
-    def grown(self) -> bool:
-        return self.all.shape[0] > PREFILL_CHUNK
+    def too_large_to_keep(self) -> bool:
+        """For requests that may need less. Growing again costs as much as a decode step or two."""
+        return self.all.nbytes > max(KEEP_BYTES, nbytes((PREFILL_CHUNK, self._width), "fp32"))
 
     def place(self, count: int) -> bool:
         """Room for the next target call."""
