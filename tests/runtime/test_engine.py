@@ -16,6 +16,7 @@ from helpers import GOLDENS, GOLDENS_ROOT, Golden, export_pair, load_golden, wri
 from draftgraph.runtime import DraftgraphError, Engine, Output, SamplingParams
 from draftgraph.runtime import engine as engine_module
 from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backend
+from draftgraph.runtime.backends.onnxruntime import features
 from draftgraph.runtime.engine import Draft, Request
 
 EngineFactory = Callable[..., Engine]
@@ -167,6 +168,31 @@ def test_growing_past_a_step_changes_nothing(bundle: Callable[..., Path]) -> Non
     assert grown.rounds[-1].start > 256
     assert same(grown, roomy.generate(prompt, params))
     assert grown.token_ids == roomy.generate(prompt, params, speculative=False).token_ids
+
+
+def test_feature_rows_stay_for_the_next_batch_up_to_a_limit(
+    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While eight prompts are prefilled, the features of all of them are held."""
+    engine = Engine.load(bundle(NAME))
+    prompts = [load_golden(NAME).prompts[3]["prompt"][:100]] * 8
+    params = SamplingParams(max_new_tokens=12, **NO_STOP)
+
+    def rows() -> int:
+        count: int = engine.backend._features.all.shape[0]  # type: ignore[attr-defined]
+        return count
+
+    before = rows()
+    first = engine.generate_batch(prompts, params)
+    grown = rows()
+    assert grown > before
+    again = engine.generate_batch(prompts, params)
+    assert rows() == grown
+    assert all(same(a, b) for a, b in zip(first, again, strict=True))
+    monkeypatch.setattr(features, "KEEP_BYTES", 0)
+    engine.backend.reset(1)
+    assert rows() == before
+    assert same(engine.generate(prompts[0], params), first[0])
 
 
 def test_capacity_is_exact(bundle: Callable[..., Path], engine: EngineFactory) -> None:
