@@ -22,8 +22,7 @@ WEIGHT, BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 # Standard deviations of normal priors. Of the correction of a logit, in logits: with less than a
 # thousand outcomes the head hardly changes but for its level. Of that level (scale and shift of the
 # logits): wide, it only holds them where all outcomes are the same.
-PRIOR, LEVEL_PRIOR = 0.35, 5.0
-PIECE_ROWS = 256
+PRIOR, LEVEL_PRIOR = 0.35, 20.0
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,8 @@ def outcomes(trainer: Trainer, blocks: int) -> Outcomes:
 
 def hits(trainer: Trainer, batch: Batch, out: BlockOutputs) -> Tensor:
     """[N, γ] 1 where the most probable drafted token is the label."""
-    hidden, low_rank = out.hidden.flatten(0, 1), out.low_rank.flatten(0, 1)
-    w2 = trainer.drafter.weights.get("markov_head.markov_w2.weight")
-    picks = []
-    for start in range(0, len(hidden), PIECE_ROWS):
-        rows = slice(start, start + PIECE_ROWS)
-        logits = hidden[rows] @ trainer.head.T
-        if w2 is not None:
-            logits += low_rank[rows] @ w2.T
-        picks.append(logits.argmax(-1))
-    same = torch.cat(picks) == batch.targets.labels
-    return (same.view_as(batch.valid) & batch.valid).to(out.hidden.dtype)
+    picks = trainer.drafter.picks(
+        out.hidden.flatten(0, 1), out.low_rank.flatten(0, 1), trainer.head
+    )
+    same = (picks == batch.targets.labels).view_as(batch.valid)
+    return (same & batch.valid).to(out.hidden.dtype)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...export.reference import inverse_frequencies
 from ...graphs.contract import DraftContract
+from .loss import PIECE_VALUES
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,19 @@ class Drafter:
             return None, None
         x = torch.cat([hidden, embeddings], -1) if self.contract.confidence_with_markov else hidden
         return x, self._linear(x, "confidence_head.proj").squeeze(-1)
+
+    @torch.no_grad()
+    def picks(self, hidden: Tensor, low_rank: Tensor, head: Tensor) -> Tensor:
+        """[n] the most probable token of slots: hidden [n, d], low_rank [n, r], head [V, d]."""
+        w2 = self.weights.get("markov_head.markov_w2.weight")
+        rows = max(1, PIECE_VALUES // len(head))
+        ids = []
+        for h, low in zip(hidden.split(rows), low_rank.split(rows), strict=True):
+            logits = h @ head.T
+            if w2 is not None:
+                logits += low @ w2.T
+            ids.append(logits.argmax(-1))
+        return torch.cat(ids)
 
     def _heads(
         self,

@@ -216,17 +216,13 @@ def greedy_blocks(
 ) -> Tensor:
     """Blocks as the runtime drafts them at temperature 0: [N, γ] ids, every pick the next input."""
     gamma = drafter.contract.block_size
-    w2 = drafter.weights.get("markov_head.markov_w2.weight")
     tokens = torch.zeros(len(anchors), gamma + 1, dtype=torch.long)
     tokens[:, 0] = anchors
     outputs = drafter.drafting(contexts, anchors)
     for slot in range(gamma):
         # A slot depends on the tokens before it only; what stands behind is not looked at.
         out = outputs(tokens[:, :gamma])
-        logits = out.hidden[:, slot] @ head.T
-        if w2 is not None:
-            logits = logits + out.low_rank[:, slot] @ w2.T
-        tokens[:, slot + 1] = logits.argmax(-1)
+        tokens[:, slot + 1] = drafter.picks(out.hidden[:, slot], out.low_rank[:, slot], head)
     return tokens[:, 1:]
 
 

@@ -286,13 +286,13 @@ class Trainer:
             return torch.autocast("cpu", torch.bfloat16)
         return nullcontext()
 
+    @torch.no_grad()
     def evaluate(self, blocks: int = 512) -> HeldOut:
         """On about `blocks` anchors of the held-out sequences, always the same ones."""
         sums, counts = torch.zeros(self.gamma), torch.zeros(self.gamma)
         expected, total = 0.0, 0
         for batch in self.held_out_batches(blocks):
-            with torch.no_grad():
-                out = self.drafter.blocks(batch.contexts, batch.tokens)
+            out = self.drafter.blocks(batch.contexts, batch.tokens)
             accepted = self.overlap(batch, out)
             sums += accepted.sum(0)
             counts += batch.valid.sum(0)
@@ -300,7 +300,6 @@ class Trainer:
             total += len(accepted)
         return HeldOut(total, expected / total, (sums / counts.clamp(min=1)).tolist())
 
-    @torch.no_grad()
     def held_out_batches(self, blocks: int, texts: Sequence[int] = ()) -> Iterator[Batch]:
         """About `blocks` blocks of held-out sequences, of all or of `texts`, one by one."""
         texts = texts or self.held_out
