@@ -31,6 +31,8 @@ from .costs import CostTable
 
 # Rounds until a trial counts as known.
 TRIAL = 3
+# Failed trials that a calibration stands for where it tells that not even strong prompts pay.
+UNTRIED = 2
 
 
 @dataclass(eq=False)
@@ -92,7 +94,8 @@ class OffSwitch:
     it even if it turns out as the weakest prompts of the calibration did (as if nothing were
     accepted, without a calibration). min_gain: of Θ over plain decoding. decay: weight of the past
     in an outlook, per drafted round. The wait before another trial lasts until the share has paid
-    for the last one, and doubles with every time that a request is left out.
+    for the last one, and doubles with every time that a request is left out; it is four times as
+    long before the first trial of a request that does not pay by the calibration.
     """
 
     costs: CostTable
@@ -142,12 +145,13 @@ class OffSwitch:
                 o.begin_anew()
         known = [o for o in outlooks if not o.on_trial]
         needed = self._least_risk_ms(outlooks, len(known), requests, others)
-        if needed <= left:
-            chosen = self._best_within(left, outlooks, requests, others)
-        else:
+        lacking = needed - left
+        if lacking > 0:
             chosen = self._best(known, requests, others)
-            if not chosen:
-                self._idle = kind, self._idle_rounds(outlooks, needed - left, requests)
+        else:
+            chosen, lacking = self._best_within(left, outlooks, requests, others)
+        if not chosen:
+            self._idle = kind, self._idle_rounds(outlooks, lacking, longest, requests)
         drafting = {id(o) for o in chosen}
         return [id(o) in drafting for o in outlooks]
 
@@ -202,17 +206,24 @@ class OffSwitch:
 
     def _best_within(
         self, left: float, outlooks: Sequence[Outlook], requests: int, others: int
-    ) -> list[Outlook]:
-        """`_best` with as many trials as `left` ms pay for."""
-        chosen = self._best(outlooks, requests, others)
+    ) -> tuple[list[Outlook], float]:
+        """`_best` with as many trials as `left` ms pay for.
+
+        And how many ms more would let in other trials: infinite if no more are wanted.
+        """
+        chosen, lacking = self._best(outlooks, requests, others), math.inf
         trials = [o for o in chosen if o.on_trial]
-        while trials and self._risk_ms(trials, len(chosen), requests, others) > left:
+        while trials:
+            excess = self._risk_ms(trials, len(chosen), requests, others) - left
+            if excess <= 0:
+                break
+            lacking = min(lacking, excess)
             trials = sorted(trials, key=lambda o: o.pending_ms)[: len(trials) // 2]
             tried = {id(o) for o in trials}
             known = [o for o in outlooks if not o.on_trial or id(o) in tried]
             chosen = self._best(known, requests, others)
             trials = [o for o in chosen if o.on_trial]
-        return chosen
+        return chosen, lacking
 
     def _least_risk_ms(
         self, outlooks: Sequence[Outlook], known: int, requests: int, others: int
@@ -232,17 +243,21 @@ class OffSwitch:
             )
         return min(trials) + self._least[key]
 
-    def _idle_rounds(self, outlooks: Sequence[Outlook], lacking: float, requests: int) -> int:
+    def _idle_rounds(
+        self, outlooks: Sequence[Outlook], lacking: float, longest: int, requests: int
+    ) -> int:
         """After a round in which none drafts: in how many more can none, whatever they bring?
 
-        lacking: ms that a trial costs more than is left. A plain round adds its share to what is
-        left. Pending writes grow meanwhile, so waits and prices can only rise.
+        lacking: ms that trials cost more than is left, infinite where none would pay. longest:
+        horizon; the allowance stays as it is until so many rounds have passed, then a plain round
+        adds its share. Pending writes grow meanwhile, so waits and prices can only rise.
         """
-        rounds = lacking / (self.share * self._plain(requests))
+        plain = self._plain(requests)
+        rounds = max(0.0, longest - self._plain_ms / plain) + lacking / (self.share * plain)
         for o in outlooks:
             if not o.hopeful:
                 rounds = min(rounds, self._wait(o, requests) - o.waited)
-        return max(0, math.ceil(rounds) - 1) if math.isfinite(rounds) else 0
+        return max(0, math.ceil(min(rounds, 1 << 31)) - 1)
 
     def _risk_ms(
         self, trials: Sequence[Outlook], drafting: int, requests: int, others: int
@@ -264,7 +279,10 @@ class OffSwitch:
     def _wait(self, o: Outlook, requests: int) -> int:
         """Plain rounds before another trial."""
         cost = self._risk_ms([o], 1, requests, 0) / (self.share * self._plain(requests))
-        return max(1, math.ceil(cost)) << min(max(o.left_out - 1, 0), 32)
+        # Not drafted so far: its trial did not pay by the calibration, which is no mere guess.
+        tried = o.left_out or o.drafted or self.strongest is None
+        doubled = max(o.left_out - 1, 0) if tried else UNTRIED
+        return max(1, math.ceil(cost)) << min(doubled, 32)
 
     def _plain(self, requests: int) -> float:
         return float(self.costs.row(requests)[requests])

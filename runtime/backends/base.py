@@ -9,6 +9,7 @@ Order of calls in a round: `backbone`, `markov`, `confidence`, `target`, `accept
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,8 +113,8 @@ class Backend(Protocol):
     def confidence(self) -> np.ndarray | None:
         """Confidence logits [B, γ] f32, None when the drafter has no confidence head."""
 
-    def hold(self, slot: int, index: np.ndarray) -> None:
-        """Keep feature rows of the last target call for a later `backbone` call of that slot.
+    def hold(self, index: Mapping[int, np.ndarray]) -> None:
+        """Keep feature rows of the last target call, by slot, for a later `backbone` call.
 
         For requests that skip drafting: the next target call replaces the features.
         """

@@ -269,30 +269,42 @@ def test_feature_rows(kind: str, bundle: BundleFactory) -> None:
         (rows,) = features.take(batch)
         return where.read(features.all)[rows][:, 0]
 
+    def hold(*slots: tuple[int, list[int]]) -> bool:
+        return features.hold({slot: np.array(rows) for slot, rows in slots})
+
     assert not target_call(4, 1.0)
-    assert features.hold(0, np.array([1, 2]))  # there was no room behind the front
+    assert hold((0, [1, 2]))  # there was no room behind the front
     moved = features.all.address
     assert not target_call(1, 2.0)
-    assert not features.hold(1, np.array([0]))
+    assert not hold((1, [0]))
     assert not target_call(3, 3.0)
     assert features.current.address == features.all.address == moved  # bindings stay valid
-    features.hold(0, np.array([2]))
+    hold((0, [2]))
     assert target_call(600, 4.0)  # more than the front: held rows keep their content
     assert context(1, 2, [599]).tolist() == [2.0, 4.0]
-    assert not features.hold(2, np.array([0]))  # where slot 1 had its row
+    size = features.all.shape[0]
+    where.read(features.current)[:5, 0] = range(10, 15)
+    assert not hold((2, [0]), (1, [1, 2]), (3, [4]))  # one of them where slot 1 had its row
     assert context(0, 3, []).tolist() == [1.0, 1.0, 3.0]
     assert context(0, 0, []).tolist() == []
-    assert context(2, 1, []).tolist() == [4.0]
-    features.release(0)
+    assert context(2, 1, []).tolist() == [10.0]
+    assert context(1, 2, []).tolist() == [11.0, 12.0]
+    features.release(3)
     assert not target_call(512, 5.0)
+    for _ in range(50):  # released rows are used again
+        hold((0, [*range(200)]), (1, [7]), (2, [*range(300)]))
+        for slot in range(3):
+            features.release(slot)
+    assert features.all.shape[0] == size
 
 
 def test_feature_rows_of_engines_are_limited() -> None:
     features = FeatureRows(HostMemory(), 2, most=600)
     assert not features.place(512)
-    assert features.hold(0, np.arange(80))
+    assert features.hold({0: np.arange(80)})
     with pytest.raises(DraftgraphError, match="602 rows needed, the engines take 600"):
-        features.hold(1, np.arange(10))
+        features.hold({1: np.arange(10)})
+    assert not features.hold({1: np.arange(8)})
 
 
 # CUDA graphs

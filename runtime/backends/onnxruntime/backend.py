@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -309,7 +310,7 @@ class OnnxRuntime:
     def _grow(self, graph: str, spec: DecoderSpec, capacity: int) -> None:
         shape = (self._slots, spec.num_kv_heads, capacity, spec.head_dim)
         dtype = self.bundle.dtype
-        self._forget_bindings()
+        self._forget_bindings(graph)
         for name in _cache_names(spec):
             new = Tensor(self._memory.allocate(nbytes(shape, dtype)), shape, dtype)
             if name in self._caches[graph]:
@@ -338,7 +339,7 @@ class OnnxRuntime:
         call, self._rows = target_call(batch)
         tokens = len(batch.ids)
         if self._features.place(tokens):
-            self._forget_bindings()
+            self._forget_bindings("target", "backbone")
         features = self._features.current
         cached = self._comes_again(tokens, int(batch.lengths.max()))
         self._run(call, cached=cached, into={"features": features})
@@ -391,9 +392,9 @@ class OnnxRuntime:
             counts[i], rows[i] = 0, index[:0]
         return replace(context, counts=counts, past_length=past), rows
 
-    def hold(self, slot: int, index: np.ndarray) -> None:
-        if self._features.hold(slot, index):
-            self._forget_bindings()
+    def hold(self, index: Mapping[int, np.ndarray]) -> None:
+        if self._features.hold(index):
+            self._forget_bindings("target", "backbone")
 
     def release(self, slot: int) -> None:
         self._features.release(slot)
@@ -546,10 +547,12 @@ class OnnxRuntime:
             self._buffers[name] = self._memory.allocate(size)
         return Tensor(self._buffers[name], shape, dtype)
 
-    def _forget_bindings(self) -> None:
+    def _forget_bindings(self, *graphs: str) -> None:
+        """Of the given graphs, whose memory has moved; of all if none is given."""
+        forgotten = [key for key in self._bindings if not graphs or key[0] in graphs]
+        bindings = [self._bindings.pop(key) for key in forgotten]
         if self._graphs is not None:
-            self._worker(self._graphs.release, list(self._bindings.values()))
-        self._bindings.clear()
+            self._worker(self._graphs.release, bindings)
 
 
 class _Binding:

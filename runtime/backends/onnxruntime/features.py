@@ -7,6 +7,8 @@ behind them, and the backbone reads the whole tensor through its row index.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from ....graphs.errors import DraftgraphError
@@ -30,7 +32,7 @@ class FeatureRows:
         self.all = self._allocate(self._front)
         self.current = self.all.rows(0, 0)
         self._held: dict[int, list[np.ndarray]] = {}  # rows by slot, in order
-        self._end = self._front  # all held rows are before it
+        self._taken = np.ones(self._front, bool)  # of `all`: the front, and what is held
 
     def _allocate(self, rows: int) -> Tensor:
         shape = (rows, self._width)
@@ -43,75 +45,74 @@ class FeatureRows:
 
     def place(self, count: int) -> bool:
         """Room for the next target call."""
-        moved = count > self._front
-        if moved:  # held rows move behind the larger front
-            shift, old = count - self._front, self.all
-            self.all = self._allocate(old.shape[0] + shift)
-            for kept in self._held.values():
-                for i, rows in enumerate(kept):
-                    kept[i] = rows + shift
-                    self._copy(old, int(rows[0]), int(kept[i][0]), len(rows))
-            self._front, self._end = count, self._end + shift
+        shift = count - self._front
+        if shift > 0:  # held rows move behind the larger front
+            old, behind = self.all, self.all.shape[0] - self._front
+            self.all = self._allocate(count + behind)
+            self._copy(old, self._front, count, behind)
+            self._held = {s: [rows + shift for rows in kept] for s, kept in self._held.items()}
+            self._taken = np.concatenate([np.ones(shift, bool), self._taken])
+            self._front = count
         self.current = self.all.rows(0, count)
-        return moved
+        return shift > 0
 
-    def hold(self, slot: int, index: np.ndarray) -> bool:
-        """Keep rows of the last target call. index: non-empty, consecutive."""
-        count = len(index)
-        start = self._free(count)
-        moved = start + count > self.all.shape[0]
-        if moved:
-            if self._most is not None and start + count > self._most:
+    def hold(self, index: Mapping[int, np.ndarray]) -> bool:
+        """Keep rows of the last target call. index: by slot, non-empty.
+
+        All slots in one go: the rows of a decode step are neighbours, and so are their copies.
+        """
+        source = np.concatenate(list(index.values()))
+        free = np.flatnonzero(~self._taken)
+        lacking = len(source) - len(free)
+        if lacking > 0:
+            self._grow(lacking)
+            free = np.flatnonzero(~self._taken)
+        places = free[: len(source)]
+        steps = (np.diff(source) != 1) | (np.diff(places) != 1)
+        for part in np.split(np.arange(len(source)), np.flatnonzero(steps) + 1):
+            self._copy(self.all, int(source[part[0]]), int(places[part[0]]), len(part))
+        self._taken[places] = True
+        ends = np.cumsum([len(rows) for rows in index.values()])
+        for slot, rows in zip(index, np.split(places, ends[:-1]), strict=True):
+            self._held.setdefault(slot, []).append(rows)
+        return lacking > 0
+
+    def _grow(self, lacking: int) -> None:
+        old = self.all
+        wanted, least = 2 * old.shape[0], old.shape[0] + lacking
+        if self._most is not None:
+            wanted = min(wanted, self._most)
+            if least > self._most:
                 raise DraftgraphError(
-                    f"features: {start + count} rows needed, the engines take {self._most}; decode "
+                    f"features: {least} rows needed, the engines take {self._most}; decode "
                     "fewer requests at a time or load with a larger capacity"
                 )
-            old, wanted = self.all, 2 * self.all.shape[0]
-            wanted = wanted if self._most is None else min(wanted, self._most)
-            self.all = self._allocate(max(wanted, start + count))
-            self._copy(old, 0, 0, old.shape[0])
-            self.current = self.all.rows(0, self.current.shape[0])
-        self._copy(self.all, int(index[0]), start, count)
-        self._held.setdefault(slot, []).append(np.arange(start, start + count))
-        return moved
-
-    def _free(self, count: int) -> int:
-        """The first of `count` rows behind the front that nobody holds.
-
-        Gaps are looked for only when the end is reached: rows come one by one, round by round.
-        """
-        if not self._held:
-            self._end = self._front
-        start = self._end
-        self._end = start + count
-        if self._end <= self.all.shape[0]:
-            return start
-        start = self._front
-        pieces = sorted((r for kept in self._held.values() for r in kept), key=lambda r: r[0])
-        for rows in pieces:
-            if rows[0] - start >= count:
-                break
-            start = int(rows[-1]) + 1
-        last = int(pieces[-1][-1]) + 1 if pieces else 0  # none are held at first
-        self._end = max(start + count, last)
-        return start
+        self.all = self._allocate(max(wanted, least))
+        self._copy(old, 0, 0, old.shape[0])
+        self.current = self.all.rows(0, self.current.shape[0])
+        self._taken = np.append(self._taken, np.zeros(self.all.shape[0] - old.shape[0], bool))
 
     def _copy(self, source: Tensor, first: int, to: int, count: int) -> None:
-        self._memory.copy(source.rows(first, count), self.all.rows(to, count))
+        if count:
+            self._memory.copy(source.rows(first, count), self.all.rows(to, count))
 
     def release(self, slot: int) -> None:
-        self._held.pop(slot, None)
+        for rows in self._held.pop(slot, []):
+            self._taken[rows] = False
 
     def clear(self) -> None:
-        self._held.clear()
+        for slot in list(self._held):
+            self.release(slot)
 
     def take(self, context: ContextBatch) -> list[np.ndarray]:
         """Rows of `all` that are the new context of each slot; they are no longer held."""
         taken, at = [], 0
         for slot, count in enumerate(context.counts.tolist(), start=context.first_slot):
-            held = self._held.pop(slot, []) if count else []
+            held = self._held.get(slot, []) if count else []
             fresh = count - sum(len(rows) for rows in held)
             rows = context.index[at : at + fresh]
             taken.append(np.concatenate([*held, rows]) if held else rows)
             at += fresh
+            if held:
+                self.release(slot)
         return taken

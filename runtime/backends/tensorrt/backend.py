@@ -8,7 +8,7 @@ download of ids and confidences; a phase that repeats at a padded shape is captu
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -296,19 +296,20 @@ class TensorRt:
             self._run("feed", [self._plan_backbone(backbone_call(context, index))], [])
             self._fed[slot] += len(index)
 
-    def hold(self, slot: int, index: np.ndarray) -> None:
+    def hold(self, index: Mapping[int, np.ndarray]) -> None:
         """As `Backend` says; what would not fit the hold area goes into the drafter's cache now."""
         self._flush()
-        if self._held[slot] + len(index) > self.spec.hold_rows:
-            self._feed(slot, np.concatenate([self._hold_rows(slot), index]))
-            self._held[slot] = 0
-            return
         features, size = self._tensors["features"], self._feature_bytes
-        at = self._hold_start + slot * self.spec.hold_rows + int(self._held[slot])
-        for start, count in runs(index):
-            self.device.copy(features + at * size, features + start * size, count * size)
-            at += count
-        self._held[slot] += len(index)
+        for slot, rows in index.items():
+            if self._held[slot] + len(rows) > self.spec.hold_rows:
+                self._feed(slot, np.concatenate([self._hold_rows(slot), rows]))
+                self._held[slot] = 0
+                continue
+            at = self._hold_start + slot * self.spec.hold_rows + int(self._held[slot])
+            for start, count in runs(rows):
+                self.device.copy(features + at * size, features + start * size, count * size)
+                at += count
+            self._held[slot] += len(rows)
 
     def markov(self, anchor: np.ndarray, sampling: DraftSampling) -> np.ndarray:
         call = markov_call(self._markov, anchor, sampling)
