@@ -978,6 +978,18 @@ def fit_compare(
     sequences_per_step: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
     anchors_per_sequence: Annotated[int, typer.Option(min=1, help="Blocks of each.")] = 64,
     lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 1.2e-3,
+    drafter: Annotated[
+        list[Path] | None, typer.Option(help="Finished drafters to measure beside them.")
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="Held-out prompts: greedy τ by file.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="First prompts of each file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens for each prompt.")] = 96,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Keep checkpoints here: the same call goes on after an interruption."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything.")] = 0,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file.")
@@ -991,11 +1003,12 @@ def fit_compare(
     except ImportError as error:
         raise _missing_extra(error, "fit-compare", "export") from None
     from ..runtime.jsonfile import write_json
+    from .prompts import read_prompts
 
     rows = compare(
         target,
         data,
-        families.split(","),
+        [family for family in families.split(",") if family],
         Shape(block_size=block_size, layers=layers, markov_rank=markov_rank),
         TrainOptions(
             anchors=anchors,
@@ -1004,6 +1017,10 @@ def fit_compare(
             learning_rate=lr,
             vocab=vocab,
         ),
+        drafters=drafter or [],
+        prompts=[read_prompts(file, limit) for file in prompts or []],
+        max_new_tokens=max_new_tokens,
+        out=out,
         seed=seed,
         threads=threads,
         report=console.progress,

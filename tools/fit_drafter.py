@@ -148,18 +148,18 @@ def fit(options: FitOptions, report: Report = lambda message: None) -> dict[str,
         "drawn for the rest"
     )
     trainer = Trainer(Drafter(contract, weights, embed), head, dataset, vocabulary, recipe)
-    digest = _digest(options, dataset, contract)
+    run = _digest(options, dataset, contract)
     checkpoint = options.out / CHECKPOINT
     if checkpoint.is_file():
-        trainer.load(checkpoint, digest)
+        trainer.load(checkpoint, run)
         report(f"going on from step {trainer.step} of {recipe.steps}")
     probe = Probe(bundle, target, dataset, options.threads)
     if not trainer.history:
         _measure(trainer, probe, 0.0, report)
         if options.init is None:
             fit_bigram(contract, trainer.drafter.weights, dataset, vocabulary, options.seed, report)
-        trainer.save(checkpoint, digest)
-    _train(trainer, checkpoint, digest, probe, options, report)
+        trainer.save(checkpoint, run)
+    _train(trainer, checkpoint, run, probe, options, report)
     return _finish(options, target, trainer, dataset, report)
 
 
@@ -259,15 +259,7 @@ def _drafter(
 ) -> tuple[DraftContract, dict[str, torch.Tensor]]:
     """Shape and first weights: of the given drafter, or new ones."""
     if options.init is not None:
-        checkpoint = read_draft(options.init, target)
-        c = checkpoint.contract
-        if not (c.shares_embedding and c.shares_head):
-            raise DraftgraphError(
-                f"{options.init}: this drafter has its own embedding or head; only drafters that "
-                "share the target's can be fitted"
-            )
-        weights = {n: checkpoint.weights[n] for n in checkpoint.weights.names()}
-        return c, {n: torch.from_numpy(w.astype("float32")) for n, w in weights.items()}
+        return shared_drafter(options.init, target)
     if options.bundle is not None:
         contract = load_bundle(options.bundle, verify=False).draft
     else:
@@ -297,6 +289,21 @@ def _drafter(
             confidence=s.confidence,
         )
     return contract, new_weights(contract, options.seed)
+
+
+def shared_drafter(
+    path: Path, target: TargetCheckpoint
+) -> tuple[DraftContract, dict[str, torch.Tensor]]:
+    """A drafter that shares the target's embedding and head, its weights in float32."""
+    checkpoint = read_draft(path, target)
+    c = checkpoint.contract
+    if not (c.shares_embedding and c.shares_head):
+        raise DraftgraphError(
+            f"{path}: this drafter has its own embedding or head; only drafters that share the "
+            "target's can be fitted"
+        )
+    weights = {n: checkpoint.weights[n] for n in checkpoint.weights.names()}
+    return c, {n: torch.from_numpy(w.astype("float32")) for n, w in weights.items()}
 
 
 def unused_token(target: TargetCheckpoint) -> int:
@@ -482,15 +489,19 @@ def _recipe(options: FitOptions) -> Recipe:
 
 def _digest(options: FitOptions, dataset: Dataset, contract: DraftContract) -> str:
     """Names what a checkpoint depends on."""
+    train = {k: v for k, v in asdict(options.train).items() if k != "checkpoints"}
+    return digest(train, options.seed, to_dict(contract), texts_digest(dataset))
+
+
+def texts_digest(dataset: Dataset) -> str:
     texts = hashlib.sha256()
     for index in range(len(dataset)):
         texts.update(dataset.tokens(index).numpy().tobytes())
-    parts = [
-        {k: v for k, v in asdict(options.train).items() if k != "checkpoints"},
-        options.seed,
-        to_dict(contract),
-        texts.hexdigest(),
-    ]
+    return texts.hexdigest()
+
+
+def digest(*parts: Any) -> str:
+    """Of values that JSON can hold."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -562,7 +573,7 @@ def acceptance(outputs: Sequence[Output], gamma: int) -> dict[str, Any]:
 def _train(
     trainer: Trainer,
     checkpoint: Path,
-    digest: str,
+    run: str,
     probe: Probe,
     options: FitOptions,
     report: Report,
@@ -579,11 +590,11 @@ def _train(
         now = time.perf_counter()
         if trainer.step % every == 0 or trainer.step == recipe.steps:
             _measure(trainer, probe, loss, report)
-            trainer.save(checkpoint, digest)
+            trainer.save(checkpoint, run)
             start += time.perf_counter() - now  # not time spent training
             told = saved = time.perf_counter()
         elif now - saved > 120:
-            trainer.save(checkpoint, digest)
+            trainer.save(checkpoint, run)
             saved = now
         elif now - told > 20:
             told = now

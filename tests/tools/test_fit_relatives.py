@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import run_cli, run_cli_ok, write_random_pair
+from helpers import export_pair, run_cli, run_cli_ok, write_random_pair
 
 from draftgraph.export.checkpoints import read_target
+from draftgraph.runtime import Engine, SamplingParams
 from draftgraph.tools.fit.data import Dataset, Record, Sample, write_part
 from draftgraph.tools.fit.drafter import embedding_and_head, new_contract, new_weights
 from draftgraph.tools.fit.model import Context, Drafter
@@ -21,9 +23,13 @@ GAMMA, V, D = 3, 24, 16
 
 
 @pytest.fixture(scope="module")
-def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target, _ = write_random_pair(tmp_path_factory.mktemp("relatives"), vocab=V)
-    return target
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_random_pair(tmp_path_factory.mktemp("relatives"), vocab=V, gamma=GAMMA)
+
+
+@pytest.fixture(scope="module")
+def target_path(pair: tuple[Path, Path]) -> Path:
+    return pair[0]
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +161,15 @@ def test_every_family_learns_to_count(family: str, target_path: Path, data: Data
         drafter = new_relative(family, contract, weights["norm.weight"], embed, 0)  # type: ignore[arg-type]
     recipe = Recipe(steps=300, sequences=4, anchors=16, learning_rate=1e-2)
     trainer = Trainer(drafter, head, data, Vocabulary(data, V, 0, 0, 0), recipe)
-    before, (tau_before, _) = trainer.evaluate(), replay(drafter, head, data)
+    before, greedy_before = trainer.evaluate(), replay(drafter, head, data)
+    assert replay(drafter, head, data, source="another").texts == 0
     for _ in range(recipe.steps):
         trainer.train_step()
-    after, (tau, survival) = trainer.evaluate(), replay(drafter, head, data)
+    after, greedy = trainer.evaluate(), replay(drafter, head, data)
     assert after.acceptance[0] > 0.9 > before.acceptance[0] + 0.5
-    assert survival[0] > 0.9 and tau > tau_before + 0.5
+    assert greedy.survival[0] > 0.9 and greedy.tau > greedy_before.tau + 0.5
     if family != "mtp":
-        assert after.expected > 2.5 and tau > 3.4  # of 3 and 4
+        assert after.expected > 2.5 and greedy.tau > 3.4  # of 3 and 4
 
 
 def test_greedy_blocks_follow_their_own_picks(drafters: dict[str, Drafter]) -> None:
@@ -182,18 +189,64 @@ def test_greedy_blocks_follow_their_own_picks(drafters: dict[str, Drafter]) -> N
         assert logits.argmax(-1).tolist() == drafts.tolist()
 
 
-def test_one_command_compares_all(
-    target_path: Path, data: Dataset, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = data.folder
-    source = {"target": read_target(target_path).provenance, "taps": [-1, 0]}
-    (folder / "source.json").write_text(json.dumps(source))
-    arguments = ("fit-compare", "--target", target_path, "--data", folder, "--anchors=256")
-    small = ("--block-size=3", "--layers=1", "--markov-rank=4", "--json", tmp_path / "figures.json")
-    result = run_cli_ok(*arguments, *small)
-    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert [r["family"] for r in rows] == ["dspark", "dflash", "eagle3", "mtp", "medusa"]
+def test_one_command_compares_all(pair: tuple[Path, Path], data: Dataset, tmp_path: Path) -> None:
+    target, draft = pair
+    source = {"target": read_target(target).provenance, "taps": [-1, 0]}
+    (data.folder / "source.json").write_text(json.dumps(source))
+    prompts = {
+        name: [rng.integers(V, size=5).tolist() for _ in range(6)]
+        for name, rng in (("one", np.random.default_rng(1)), ("two", np.random.default_rng(2)))
+    }
+    arguments = ["fit-compare", "--target", target, "--data", data.folder, "--anchors=256"]
+    arguments += ["--block-size=3", "--layers=1", "--markov-rank=4", "--max-new-tokens=24"]
+    arguments += ["--drafter", draft, "--out", tmp_path / "out", "--json", tmp_path / "all.json"]
+    for name, ids in prompts.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"prompt": i}) + "\n" for i in ids))
+        arguments += ["--prompts", file]
+    result = run_cli_ok(*arguments)
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+    assert [r["family"] for r in rows] == [
+        draft.name,
+        *("dspark", "dflash", "eagle3", "mtp", "medusa"),
+    ]
     for row in rows:
-        assert row["family"] in result.stdout and len(row["held_out"]["acceptance"]) == 3
-    refused = run_cli(*arguments, *small, "--families=dspark,hydra")
-    assert refused.exit_code == 2 and "hydra" in refused.stderr
+        assert row["family"] in result.stdout and len(row["held_out"]["acceptance"]) == GAMMA
+        assert [f["texts"] for f in row["files"].values()] == [6, 6]
+
+    # The runtime's own loop says the same of the finished drafter.
+    engine = Engine.load(export_pair(target, draft, tmp_path / "bundle"))
+    for name, ids in prompts.items():
+        outputs = engine.generate_batch(ids, SamplingParams(max_new_tokens=24))
+        accepted = [r.accepted for o in outputs for r in o.rounds if r.verified == GAMMA]
+        assert rows[0]["files"][name]["tau"] == pytest.approx(1 + np.mean(accepted))
+
+    # The same call finds everything trained.
+    again = run_cli_ok(*arguments)
+    assert "going on from step 1 of 1" in again.stderr
+    figures = json.loads((tmp_path / "all.json").read_text())["rows"]
+    assert figures == rows
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--families=dspark,hydra"], "hydra"),
+        (["--families="], "nothing to compare"),
+        (["--block-size=4", "--drafter", "{draft}"], "γ 3.*comparison γ 4"),
+        (["--prompts", "{here}/a.txt", "--prompts", "{here}/b/a.jsonl"], "same name"),
+    ],
+)
+def test_refusals(
+    options: list[str], message: str, pair: tuple[Path, Path], data: Dataset, tmp_path: Path
+) -> None:
+    (data.folder / "source.json").write_text(
+        json.dumps({"target": read_target(pair[0]).provenance, "taps": [-1, 0]})
+    )
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").write_text("Hello\n")
+    (tmp_path / "b" / "a.jsonl").write_text('{"prompt": [1]}\n')
+    options = [o.format(draft=pair[1], here=tmp_path) for o in options]
+    refused = run_cli("fit-compare", "--target", pair[0], "--data", data.folder, *options)
+    assert refused.exit_code == 2
+    assert re.search(message, " ".join(refused.stderr.split()))

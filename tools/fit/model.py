@@ -88,10 +88,15 @@ class Drafter:
     def drafting(
         self, contexts: list[Context], anchor_ids: Tensor
     ) -> Callable[[Tensor], BlockOutputs]:
-        """`blocks` of the same anchors for one choice of tokens after the other; what does not
-        depend on them is computed once."""
+        """The first slots of the same anchors' blocks, as many as there are columns of tokens, for
+        one choice of tokens after the other; what does not depend on them is computed once."""
         hidden = self.backbone(contexts, anchor_ids, self.contract.block_size)
-        return lambda tokens: BlockOutputs(hidden, self.markov(hidden, tokens)[0])
+
+        def slots(tokens: Tensor) -> BlockOutputs:
+            first = hidden[:, : tokens.shape[1]]
+            return BlockOutputs(first, self.markov(first, tokens)[0])
+
+        return slots
 
     def backbone(self, contexts: list[Context], anchor_ids: Tensor, gamma: int) -> Tensor:
         """One parallel pass over all blocks [anchor, mask × (γ-1)] -> hidden [N, γ, d]."""

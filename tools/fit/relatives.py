@@ -16,7 +16,7 @@ All read the same tapped features and share the target's embedding and head; eac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -215,21 +215,32 @@ def greedy_blocks(
     drafter: Drafter, head: Tensor, contexts: list[Context], anchors: Tensor
 ) -> Tensor:
     """Blocks as the runtime drafts them at temperature 0: [N, γ] ids, every pick the next input."""
-    gamma = drafter.contract.block_size
-    tokens = torch.zeros(len(anchors), gamma + 1, dtype=torch.long)
-    tokens[:, 0] = anchors
+    tokens = anchors[:, None]
     outputs = drafter.drafting(contexts, anchors)
-    for slot in range(gamma):
-        # A slot depends on the tokens before it only; what stands behind is not looked at.
-        out = outputs(tokens[:, :gamma])
-        tokens[:, slot + 1] = drafter.picks(out.hidden[:, slot], out.low_rank[:, slot], head)
+    for slot in range(drafter.contract.block_size):
+        out = outputs(tokens)
+        pick = drafter.picks(out.hidden[:, slot], out.low_rank[:, slot], head)
+        tokens = torch.cat([tokens, pick[:, None]], 1)
     return tokens[:, 1:]
 
 
+@dataclass(frozen=True)
+class Replay:
+    """τ and survival ([γ] share of rounds that accept at least k tokens) of decoded texts."""
+
+    texts: int
+    tau: float
+    survival: list[float]
+
+
 def replay(
-    drafter: Drafter, head: Tensor, data: Dataset, limit: int = 16
-) -> tuple[float, list[float]]:
-    """τ and survival of greedy speculative decoding on held-out texts sampled at temperature 0.
+    drafter: Drafter,
+    head: Tensor,
+    data: Dataset,
+    limit: int | None = 16,
+    source: str | None = None,
+) -> Replay:
+    """Greedy speculative decoding of held-out texts sampled at temperature 0, of one source or all.
 
     Such a text is what the target says whatever is drafted, so the loop needs no target: a drafted
     token is accepted when it is the text's. Rounds whose block reaches past the end do not count.
@@ -239,26 +250,23 @@ def replay(
         i
         for i in data.split(held_out=True)
         if data.record(i).temperature == 0
+        and source in (None, data.record(i).source)
         and data.record(i).length - data.record(i).prompt_length > gamma + 1
     ][:limit]
-    at = {i: data.record(i).prompt_length for i in texts}
     accepted: list[int] = []
-    while at:
-        contexts, anchors = [], []
-        for index, position in at.items():
-            text = data.tokens(index)
-            contexts.append(Context(data.features(index, position), torch.tensor([position]), text))
-            anchors.append(text[position])
-        drafts = greedy_blocks(drafter, head, contexts, torch.stack(anchors))
-        for index, context, draft in zip(list(at), contexts, drafts, strict=True):
-            assert context.text is not None
-            same = draft == context.text[at[index] + 1 : at[index] + 1 + gamma]
-            count = int(same.int().cumprod(0).sum())
-            accepted.append(count)
-            at[index] += count + 1
-            if at[index] + gamma >= len(context.text):
-                del at[index]
+    for index in texts:
+        text, first = data.tokens(index), data.record(index).prompt_length
+        # What is drafted at a position does not depend on how the loop got there.
+        anchors = torch.arange(first, len(text) - gamma)
+        context = Context(data.features(index, int(anchors[-1])), anchors, text)
+        drafts = greedy_blocks(drafter, head, [context], text[anchors])
+        same = drafts == text[anchors[:, None] + torch.arange(1, gamma + 1)]
+        counts = same.int().cumprod(1).sum(1).tolist()
+        at = 0
+        while at < len(counts):
+            accepted.append(counts[at])
+            at += counts[at] + 1
     if not accepted:
-        return float("nan"), []
+        return Replay(0, float("nan"), [])
     survival = [sum(a >= k for a in accepted) / len(accepted) for k in range(1, gamma + 1)]
-    return 1 + sum(accepted) / len(accepted), survival
+    return Replay(len(texts), 1 + sum(accepted) / len(accepted), survival)

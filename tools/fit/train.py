@@ -210,6 +210,7 @@ class Trainer:
             fused=True,
         )
         self.step = 0
+        self.seconds = 0.0  # in training steps
         self.history: list[dict[str, Any]] = []
 
     def _group(self, decays: bool) -> list[Tensor]:
@@ -239,6 +240,7 @@ class Trainer:
     # Steps
 
     def train_step(self) -> Terms:
+        start = time.perf_counter()
         batch = self.batch(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(self.step)
@@ -254,6 +256,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(parameters, self.recipe.max_grad_norm, foreach=True)
         self.optimizer.step()
         self.step += 1
+        self.seconds += time.perf_counter() - start
         return terms
 
     def loss(self, batch: Batch) -> Terms:
@@ -340,6 +343,7 @@ class Trainer:
                     tensors[f"{moment}.{name}"] = self.optimizer.state[w][moment]
         metadata = {
             "step": str(self.step),
+            "seconds": str(self.seconds),
             "digest": digest,
             "history": json.dumps(self.history),
         }
@@ -365,6 +369,7 @@ class Trainer:
                 "train from the start, or use another --out"
             )
         self.step = int(metadata["step"])
+        self.seconds = float(metadata.get("seconds", 0))
         self.history = json.loads(metadata["history"])
         for name, w in self.drafter.weights.items():
             w.data.copy_(tensors[f"weight.{name}"])

@@ -72,9 +72,10 @@ class FeatureRows:
         for part in np.split(np.arange(len(source)), np.flatnonzero(steps) + 1):
             self._copy(self.all, int(source[part[0]]), int(places[part[0]]), len(part))
         self._taken[places] = True
-        ends = np.cumsum([len(rows) for rows in index.values()])
-        for slot, rows in zip(index, np.split(places, ends[:-1]), strict=True):
-            self._held.setdefault(slot, []).append(rows)
+        start = 0
+        for slot, rows in index.items():
+            self._held.setdefault(slot, []).append(places[start : start + len(rows)])
+            start += len(rows)
         return lacking > 0
 
     def _grow(self, lacking: int) -> None:
