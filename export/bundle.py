@@ -58,17 +58,22 @@ class Recipe:
 
     dtype: DType
     parts: tuple[tuple[Weights, str], ...]  # concatenated along the output axis
+    rows: np.ndarray | None = None  # of that axis, None: all
 
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.parts[0][0].shape(self.parts[0][1])
-        return (sum(w.shape(n)[0] for w, n in self.parts), *first[1:])
+        count = sum(w.shape(n)[0] for w, n in self.parts)
+        return (count if self.rows is None else len(self.rows), *first[1:])
 
     def read(self) -> np.ndarray:
         """The tensor, fused and converted; overflow to infinity is an error naming the tensor."""
         arrays = [w[name] for w, name in self.parts]
         with np.errstate(over="ignore"):
-            fused = np.concatenate(arrays).astype(NUMPY_DTYPE[self.dtype], copy=False)
+            fused = np.concatenate(arrays)
+            if self.rows is not None:
+                fused = fused[self.rows]
+            fused = fused.astype(NUMPY_DTYPE[self.dtype], copy=False)
         if self.dtype == "fp16" and not np.isfinite(fused).all():
             raise DraftgraphError(
                 f"{self.parts[0][1]}: values beyond the fp16 range (65504); export with "
@@ -113,7 +118,11 @@ def recipes(target: TargetCheckpoint, draft: DraftCheckpoint, dtype: DType) -> d
     embedding, head = build.draft_embedding_names(d, t)
     if not d.shares_embedding:
         add(embedding, dtype, w, build.EMBEDDING)
-    if not d.shares_head:
+    if draft.draft_ids is not None:
+        own = target.weights, build.EMBEDDING if t.tied_head else build.HEAD
+        source = own if d.shares_head else (w, build.HEAD)
+        table[head] = Recipe(dtype, (source,), draft.draft_ids)
+    elif not d.shares_head:
         add(head, dtype, w, build.HEAD)
     for i in range(d.decoder.num_layers):
         split = {"q_proj": "q", "kv_proj": "k v", **common}
@@ -133,11 +142,15 @@ def recipes(target: TargetCheckpoint, draft: DraftCheckpoint, dtype: DType) -> d
 
 
 def build_graphs(
-    target: TargetContract, draft: DraftContract, dtype: DType, markov_top_k: int | None
+    target: TargetContract,
+    draft: DraftContract,
+    dtype: DType,
+    markov_top_k: int | None,
+    draft_ids: np.ndarray | None,
 ) -> Iterator[ir.Model]:
     """All graphs of a bundle, one at a time."""
     yield build.build_target(target, draft.tap_ids, dtype)
-    yield build.build_backbone(draft, target, dtype)
+    yield build.build_backbone(draft, target, dtype, draft_ids)
     for k in (None, markov_top_k):
         if k is None or k < draft.vocab_size:
             for greedy in (False, True):
@@ -273,7 +286,8 @@ def export_bundle(
                 "directory"
             )
     if draft.contract.markov_type == "none" or (
-        markov_top_k is not None and markov_top_k >= draft.contract.vocab_size
+        markov_top_k is not None
+        and markov_top_k >= (draft.contract.draft_vocab_size or draft.contract.vocab_size)
     ):
         markov_top_k = None
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +327,9 @@ def _write(
     report(f"writing {WEIGHTS}")
     ranges = write_weights(table, folder / WEIGHTS)
     graphs: dict[str, Any] = {}
-    for model in build_graphs(target.contract, draft.contract, dtype, markov_top_k):
+    for model in build_graphs(
+        target.contract, draft.contract, dtype, markov_top_k, draft.draft_ids
+    ):
         name = model.graph.name or ""
         report(f"building {name}.onnx")
         parameters = attach_weights(model, table, ranges, folder)

@@ -36,6 +36,7 @@ class ReferenceDrafter:
     `tensors` carries the official DeepSpec names (`fc.weight`, `layers.0.self_attn.q_proj.weight`,
     `markov_head.*`, `confidence_head.*`); `embed` and `lm_head` are [V, d]. Everything runs in
     `dtype`, except RMSNorm statistics, rotary angles, softmax and the confidence head (fp32).
+    draft_ids: tokens that may be drafted, None for all; others get base logits of -1e30.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ReferenceDrafter:
         *,
         embed: Tensor,
         lm_head: Tensor,
+        draft_ids: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         shape = (contract.vocab_size, contract.decoder.hidden_size)
@@ -58,6 +60,10 @@ class ReferenceDrafter:
         self.weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         self.embed = embed.to(dtype)
         self.lm_head = lm_head.to(dtype)
+        self.excluded = torch.zeros(contract.vocab_size, dtype=torch.bool)
+        if draft_ids is not None:
+            self.excluded[:] = True
+            self.excluded[draft_ids] = False
         self.inv_freq, self.rope_scale = inverse_frequencies(
             contract.decoder.rope, contract.decoder.head_dim
         )
@@ -120,7 +126,7 @@ class ReferenceDrafter:
             x = x + self._linear(F.silu(gate) * up, prefix + "mlp.down_proj", spec.mlp_bias)
 
         hidden = rms_norm(x, w["norm.weight"], spec.rms_norm_eps)
-        return hidden, hidden @ self.lm_head.T
+        return hidden, (hidden @ self.lm_head.T).masked_fill(self.excluded, -1e30)
 
     @torch.no_grad()
     def markov(

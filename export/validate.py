@@ -66,6 +66,13 @@ class Check:
             raise DraftgraphError(f"{self.name}: shape {found.shape}, torch has {reference.shape}")
         if not found.size:
             return
+        excluded = reference < -1e29  # logits of tokens that cannot be drafted
+        if ((found < -1e29) != excluded).any():
+            raise DraftgraphError(
+                f"validation failed: {self.name} leaves out other tokens than torch; no bundle was "
+                "written"
+            )
+        found, reference = found[~excluded], reference[~excluded]
         scale = max(1.0, float(np.abs(reference).max()))
         if not np.isfinite(found).all():
             raise DraftgraphError(
@@ -155,7 +162,10 @@ class _Validation:
         self.reference = ReferenceTarget(target.source, draft.contract.tap_ids)
         embed, head = _embedding_and_head(target, draft)
         weights = {n: _torch(draft.weights[n]) for n in draft.weights.names()}
-        self.drafter = ReferenceDrafter(draft.contract, weights, embed=embed, lm_head=head)
+        ids = None if draft.draft_ids is None else torch.from_numpy(draft.draft_ids)
+        self.drafter = ReferenceDrafter(
+            draft.contract, weights, embed=embed, lm_head=head, draft_ids=ids
+        )
         self.checks: dict[str, Check] = {}
 
     def check(self, name: str) -> Check:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder, nn
 
@@ -127,11 +128,17 @@ def build_target(contract: TargetContract, tap_ids: tuple[int, ...], dtype: DTyp
     return _assemble("target", module, inputs, outputs, call, rename)
 
 
-def build_backbone(draft: DraftContract, target: TargetContract, dtype: DType) -> ir.Model:
+def build_backbone(
+    draft: DraftContract,
+    target: TargetContract,
+    dtype: DType,
+    draft_ids: np.ndarray | None = None,
+) -> ir.Model:
     """See `Backbone` for the tensors."""
     spec = draft.decoder
     embedding, head = draft_embedding_names(draft, target)
-    module = Backbone(draft, target.max_position_embeddings, dtype, tied=embedding == head)
+    longest = target.max_position_embeddings
+    module = Backbone(draft, longest, dtype, tied=embedding == head, draft_ids=draft_ids)
     features = len(draft.tap_ids) * spec.hidden_size
     inputs = [
         Port("features", F32, ("N", features)),
@@ -164,7 +171,8 @@ def draft_embedding_names(draft: DraftContract, target: TargetContract) -> tuple
     """Names in the weights file of the drafter's embedding and head."""
     embedding = EMBEDDING if draft.shares_embedding else f"backbone.{EMBEDDING}"
     target_head = EMBEDDING if target.tied_head else HEAD
-    return embedding, target_head if draft.shares_head else f"backbone.{HEAD}"
+    shared = draft.shares_head and draft.draft_vocab_size is None
+    return embedding, target_head if shared else f"backbone.{HEAD}"
 
 
 def build_markov(

@@ -103,6 +103,8 @@ class DraftContract:
     confidence_with_markov: bool
     shares_embedding: bool  # embedding equal to the target's tensor (or left out of the checkpoint)
     shares_head: bool
+    # Tokens that may be drafted; None: all. The base logits of others are -1e30.
+    draft_vocab_size: int | None = None
 
 
 def to_dict(spec: Any) -> dict[str, Any]:

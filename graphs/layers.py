@@ -28,6 +28,8 @@ I64 = ir.DataType.INT64
 # Additive mask value for a position that must not be attended. In fp16 it must survive being added
 # to a score without overflowing; everywhere it must make exp(score + value - max) exactly zero.
 MASKED = {"fp32": -1e30, "bf16": -1e30, "fp16": -3e4}
+# Logit of a token that cannot be drafted: exp(it - anything sane) is exactly 0.
+EXCLUDED = -1e30
 
 
 def cast(op: Any, x: ir.Value, dtype: DType, to: DType) -> ir.Value:

@@ -12,11 +12,8 @@ import onnx_ir as ir
 from onnxscript import nn
 
 from .contract import DraftContract, DType
-from .layers import IR_DTYPE, Linear, cast
+from .layers import EXCLUDED, IR_DTYPE, Linear, cast
 from .sampling import float_constant, pick
-
-# Logit of a token that the truncated head cannot pick: exp(it - anything sane) is exactly 0.
-EXCLUDED = -1e30
 
 
 class Markov(nn.Module):

@@ -140,6 +140,13 @@ def export(
     markov_top_k: Annotated[
         int, typer.Option(min=0, help="Also write a Markov graph over the top k; 0: full only.")
     ] = 128,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="Draft only so many tokens, the first of the drafter's draft_vocab.json. "
+            "[default: all]"
+        ),
+    ] = None,
     layout: Annotated[
         str | None, typer.Option(help="Block layout, if not the checkpoint's: anchor-first.")
     ] = None,
@@ -158,6 +165,7 @@ def export(
     try:
         from ..export.bundle import export_bundle
         from ..export.checkpoints import read_draft, read_target
+        from ..export.draft_vocab import restrict
     except ImportError as error:
         raise _missing_extra(error, "export", "export") from None
     from ..runtime.bundle import load_bundle
@@ -169,6 +177,8 @@ def export(
     target_checkpoint = read_target(target)
     console.progress(f"reading drafter {drafter}")
     draft_checkpoint = read_draft(drafter, target_checkpoint, layout=layout)
+    if draft_vocab is not None:
+        draft_checkpoint = restrict(draft_checkpoint, draft_vocab)
     known = None
     if calibration is not None:
         if not draft_checkpoint.contract.has_confidence:

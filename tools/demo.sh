@@ -14,7 +14,8 @@ print(next(root.glob("*.gguf")))')
 export_demo() {
   say "exporting SmolLM2-135M-Instruct and its DSpark drafter to $bundle (about a minute)"
   "$run" export --target "$target" --drafter assets/smollm2-dspark --out "$bundle" \
-    --calibration assets/smollm2-dspark/calibration.json --max-seq-len 2048 --overwrite
+    --calibration assets/smollm2-dspark/calibration.json --draft-vocab 8192 --max-seq-len 2048 \
+    --overwrite
 }
 # A bundle of an earlier run is used again if it still passes its own checks.
 if [ -d "$bundle" ] && "$run" inspect "$bundle" >/dev/null 2>&1; then

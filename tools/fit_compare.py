@@ -116,6 +116,10 @@ def compare(
         """One row; trainers without steps are of finished drafters."""
         held_out = trainer.evaluate()
         greedy = replay(trainer.drafter, head, data)
+        files: dict[str, Any] = {}
+        for s in prompts:
+            assert texts is not None
+            files[_name(s)] = asdict(replay(trainer.drafter, head, texts, None, _name(s)))
         row = {
             "family": name,
             "parameters": sum(w.numel() for w in trainer.drafter.weights.values()),
@@ -124,14 +128,10 @@ def compare(
             "held_out": asdict(held_out),
             "greedy_tau": greedy.tau,
             "greedy_survival": greedy.survival,
-            "files": {},
+            "files": files,
         }
-        for s in prompts:
-            assert texts is not None
-            found = replay(trainer.drafter, head, texts, None, _name(s))
-            row["files"][_name(s)] = asdict(found)
         rows.append(row)
-        by_file = "".join(f", {file} {f['tau']:.2f}" for file, f in row["files"].items())
+        by_file = "".join(f", {file} {f['tau']:.2f}" for file, f in files.items())
         report(f"{name}: expected {held_out.expected:.3f}, greedy τ {greedy.tau:.2f}{by_file}")
 
     for path, own, weights in finished:

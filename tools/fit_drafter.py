@@ -6,7 +6,7 @@ Every stage leaves its result in the output directory and is skipped when it is 
     bundle/                 the target's graphs with the drafter as it is now
     data/                   sampled texts, features, next-token distributions
     checkpoint.safetensors  weights, optimiser, step
-    drafter/                the result, a DeepSpec checkpoint
+    drafter/                the result, a DeepSpec checkpoint, and draft_vocab.json for exports
     fit.json                figures of the run
 """
 
@@ -17,7 +17,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 
 from ..export.bundle import export_bundle
 from ..export.checkpoints import TargetCheckpoint, read_draft, read_target
+from ..export.draft_vocab import write_draft_vocab
 from ..graphs.contract import DraftContract, MarkovType, to_dict
 from ..graphs.errors import DraftgraphError
 from ..runtime import Bundle, Engine, Output, SamplingParams, load_bundle
@@ -51,6 +52,7 @@ Report = Callable[[str], None]
 
 SETTINGS, CHECKPOINT, RESULT = "settings.json", "checkpoint.safetensors", "fit.json"
 BUNDLE, DATA, DRAFTER = "bundle", "data", "drafter"
+DRAFT_VOCAB = 16384  # tokens that draft_vocab.json lists
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,7 @@ def _drafter(
         return shared_drafter(options.init, target)
     if options.bundle is not None:
         contract = load_bundle(options.bundle, verify=False).draft
+        contract = replace(contract, draft_vocab_size=None)  # a matter of the bundle
     else:
         s = options.shape
         mask = s.mask_token_id if s.mask_token_id is not None else unused_token(target)
@@ -661,6 +664,7 @@ def _finish(
         anchors=trainer.recipe.anchors,
         with_embeddings=options.with_embeddings,
     )
+    write_draft_vocab(folder, trainer.vocabulary.ranked(DRAFT_VOCAB))
     saved = read_draft(folder, target)
     path = options.out / BUNDLE
     if options.bundle is not None:

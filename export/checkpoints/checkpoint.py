@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from draftgraph.graphs.contract import DraftContract, TargetContract
 
 from .weights import Weights
@@ -23,9 +25,13 @@ class TargetCheckpoint:
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """A drafter. `embed_tokens.weight` and `lm_head.weight` are absent when shared."""
+    """A drafter. `embed_tokens.weight` and `lm_head.weight` are absent when shared.
+
+    draft_ids: [draft_vocab_size] i64, increasing, where the contract has a draft vocabulary.
+    """
 
     contract: DraftContract
     weights: Weights  # DeepSpec names
     provenance: dict[str, str]
     source: Path
+    draft_ids: np.ndarray | None = None

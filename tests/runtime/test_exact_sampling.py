@@ -21,6 +21,9 @@ import torch
 from helpers import export_pair, open_model, p_value, write_random_pair
 from scipy import stats
 
+from draftgraph.export.bundle import export_bundle
+from draftgraph.export.checkpoints import read_draft, read_target
+from draftgraph.export.draft_vocab import restrict, write_draft_vocab
 from draftgraph.export.reference import ReferenceTarget, inverse_cdf, processed_probs
 from draftgraph.runtime import Engine, SamplingParams, load_bundle
 from draftgraph.runtime.backends.base import (
@@ -255,6 +258,20 @@ def test_a_truncated_markov_head_stays_exact(pairs: Pairs) -> None:
     setting = Setting("vanilla", "sample", 1.0, 0, 1.0, 2)
     counts = sampled(OnnxRuntimeCpu(load_bundle(path), markov="topk"), setting)
     assert p_value(counts, enumerated(target, setting)) > PASS
+
+
+def test_a_draft_vocabulary_stays_exact(pairs: Pairs, tmp_path: Path) -> None:
+    """As above, but the same 4 tokens are left out of every draft."""
+    target, draft = write_random_pair(
+        tmp_path, vocab=VOCAB, gamma=GAMMA, markov="vanilla", sharpness=1.5, seed=0
+    )
+    write_draft_vocab(draft, np.array([6, 1, 4, 3]))
+    checkpoint = read_target(target)
+    restricted = restrict(read_draft(draft, checkpoint), 4)
+    path = export_bundle(checkpoint, restricted, tmp_path / "bundle")
+    setting = Setting("vanilla", "sample", 1.0, 0, 1.0, 2)
+    counts = sampled(full_head(path), setting)
+    assert p_value(counts, enumerated(pairs["vanilla"][1], setting)) > PASS
 
 
 # The chi-square test notices wrong acceptance rules.

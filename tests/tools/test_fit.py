@@ -19,7 +19,9 @@ from helpers import run_cli as run
 from helpers import run_cli_ok as ok
 from safetensors import safe_open
 
+from draftgraph.export.bundle import export_bundle
 from draftgraph.export.checkpoints import read_draft, read_target
+from draftgraph.export.draft_vocab import read_draft_vocab, restrict
 from draftgraph.export.reference import ReferenceTarget
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.runtime import Engine, load_bundle
@@ -138,6 +140,20 @@ def test_the_drafter_is_a_deepspec_checkpoint(fitted: Path, folder: Path) -> Non
         )
     output = Engine.load(fitted / "bundle").generate([5, 6, 7])
     assert output.stats.tau is not None
+
+
+def test_the_drafter_comes_with_its_vocabulary(fitted: Path, folder: Path) -> None:
+    """draft_vocab.json: every token here, those that the texts are made of first."""
+    target = read_target(folder / "target")
+    size = target.contract.vocab_size
+    ids = read_draft_vocab(fitted / "drafter" / "draft_vocab.json", size)
+    assert sorted(ids) == list(range(size))
+    data = Dataset(fitted / "data")
+    counts = np.zeros(size)
+    for index in data.split(held_out=False):
+        counts += np.bincount(data.tokens(index), minlength=size)
+    assert counts[ids[: size // 2]].sum() > 0.8 * counts.sum()
+    assert restrict(read_draft(fitted / "drafter", target), 9).contract.draft_vocab_size == 9
 
 
 def test_with_embeddings(fitted: Path, folder: Path, tmp_path: Path) -> None:
@@ -515,7 +531,9 @@ def test_going_on_from_a_drafter(fitted: Path, folder: Path, tmp_path: Path) -> 
 
 def test_a_bundle_as_the_source_of_features(fitted: Path, folder: Path, tmp_path: Path) -> None:
     """--bundle: its target graph is run, its drafter gives the shape, and it is left as it is."""
-    given = Path(shutil.copytree(fitted / "bundle", tmp_path / "given"))
+    target = read_target(folder / "target")
+    restricted = restrict(read_draft(fitted / "drafter", target), 40)  # the fit is over all tokens
+    given = export_bundle(target, restricted, tmp_path / "given")
     before = {f.name: f.read_bytes() for f in given.iterdir()}
     small = ("--tokens=600", "--max-new-tokens=32", "--anchors=64", "--held-out=0.3")
     result = ok(

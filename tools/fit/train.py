@@ -124,6 +124,11 @@ class Vocabulary:
         # Share of the held-out target mass on the `own` most frequent tokens.
         self.coverage = kept / total if total else 0.0
 
+    def ranked(self, count: int) -> np.ndarray:
+        """Up to `count` tokens, the most frequent of the training texts first."""
+        order = self._frequency.sort(descending=True, stable=True).indices
+        return order[:count].numpy()
+
     def columns(self, targets: Targets, step: int) -> Columns:
         """Of a step; targets in token ids."""
         if self.own == self.size:
