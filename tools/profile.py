@@ -28,8 +28,11 @@ def profile(
     """Median times of target steps and drafts for every (requests, tokens) cell.
 
     batches: numbers of requests R. Cells of a batch go from R tokens to R · (γ + 1), in steps of
-    about R / 4, spread evenly over the requests. context: committed rows of every request. All
-    sessions are alive and take turns, as in decoding: a pass runs each cell and one draft.
+    about R / 4. Half of the passes spread the tokens evenly over the requests, half give them to as
+    few as possible, and a cell is the mean of both medians: attention runs on the padded view, so
+    an uneven step costs more, and schedules lie in between. context: committed rows of every
+    request. All sessions are alive and take turns, as in decoding: a pass runs each cell and one
+    draft.
     """
     gamma, longest = engine.gamma, engine.longest
     if not batches or any(r < 1 for r in batches):
@@ -50,9 +53,10 @@ def profile(
         steps = _steps(requests, gamma)
         report(f"{requests} requests: {len(steps)} widths, {repeat} passes")
         times, drafting = _measure(engine, requests, steps, context, repeat)
-        for tokens, values in times.items():
-            cells[requests, tokens] = round(statistics.median(values), 3)
-            samples[requests, tokens] = len(values)
+        for tokens in steps:
+            halves = [times[tokens, uneven] for uneven in (False, True)]
+            cells[requests, tokens] = round(statistics.mean(map(statistics.median, halves)), 3)
+            samples[requests, tokens] = sum(map(len, halves))
         drafts[requests] = round(statistics.median(drafting), 3)
     engine.backend.reset(1)
     context_ms = round(prompt_ms / context, 5)
@@ -64,6 +68,16 @@ def _steps(requests: int, gamma: int) -> list[int]:
     step = max(1, requests // 4)
     widest = requests * (gamma + 1)
     return sorted({*range(requests, widest, step), widest})
+
+
+def _split(requests: int, tokens: int, gamma: int, uneven: bool) -> np.ndarray:
+    """Widths [R] of a step: as equal as can be, or γ + 1 for the first ones and 1 for the last."""
+    if uneven:
+        before = gamma * np.arange(requests)
+        return 1 + np.clip(tokens - requests - before, 0, gamma)
+    widths = np.full(requests, tokens // requests)
+    widths[: tokens % requests] += 1
+    return widths
 
 
 def _measure_context(engine: Engine, context: int, repeat: int) -> float:
@@ -98,14 +112,14 @@ def _measure_context(engine: Engine, context: int, repeat: int) -> float:
 
 def _measure(
     engine: Engine, requests: int, steps: Sequence[int], context: int, repeat: int
-) -> tuple[dict[int, list[float]], list[float]]:
-    """ms of target and acceptance by number of tokens, and ms of drafts."""
+) -> tuple[dict[tuple[int, bool], list[float]], list[float]]:
+    """ms of target and acceptance by number of tokens and kind of split, and ms of drafts."""
     backend, gamma = engine.backend, engine.gamma
     backend.reset(requests)
     past = np.full(requests, context)
     rng = np.random.default_rng(0)
     words = rng.integers(0, engine.bundle.target.vocab_size, requests * (gamma + 1))
-    times: dict[int, list[float]] = defaultdict(list)
+    times: dict[tuple[int, bool], list[float]] = defaultdict(list)
     drafting: list[float] = []
     everyone = np.arange(requests)
     zeros = np.zeros(requests, np.float32)
@@ -113,8 +127,8 @@ def _measure(
     for i in range(WARM_UP + repeat):
         turn = i % len(steps)
         for tokens in (*steps[turn:], *steps[:turn]):
-            widths = np.full(requests, tokens // requests)
-            widths[: tokens % requests] += 1
+            uneven = i % 2 == 1
+            widths = _split(requests, tokens, gamma, uneven)
             start = time.perf_counter()
             backend.target(TokenBatch(words[:tokens], widths, past))
             backend.accept(
@@ -129,7 +143,7 @@ def _measure(
                 )
             )
             if i >= WARM_UP:
-                times[tokens].append(1e3 * (time.perf_counter() - start))
+                times[tokens, uneven].append(1e3 * (time.perf_counter() - start))
         start = time.perf_counter()
         backend.backbone(
             ContextBatch(

@@ -22,7 +22,7 @@ from helpers import GOLDENS, Golden, load_golden, run_cli
 
 from draftgraph.runtime import DraftgraphError, Engine, SamplingParams, load_bundle
 from draftgraph.runtime.backends import available
-from draftgraph.runtime.backends.base import ContextBatch
+from draftgraph.runtime.backends.base import ContextBatch, TokenBatch
 from draftgraph.runtime.backends.onnxruntime import backend as backend_module
 from draftgraph.runtime.backends.onnxruntime import providers
 from draftgraph.runtime.backends.onnxruntime.backend import OnnxRuntime, hosted_inputs
@@ -173,6 +173,28 @@ def test_inputs_that_a_session_wants_on_the_host(bundle: BundleFactory) -> None:
     assert backend.report()["cuda_graphs"]["captured"] > 0
     target = [b for key, b in backend._bindings.items() if key[0] == "target"]
     assert target and not any(b.options for b in target)  # host values would be frozen in a graph
+
+
+def test_shapes_of_a_graph_share_a_binding(bundle: BundleFactory) -> None:
+    """In turns, with other calls in between; every call must read its own inputs."""
+    engine = Engine.load(bundle(NAME))
+    backend = engine.backend
+    assert isinstance(backend, OnnxRuntime)
+    ids = np.array(load_golden(NAME).prompts[0]["prompt"][:6])
+    backend.reserve(1, 16, 16)
+
+    def logits(start: int, count: int) -> np.ndarray:
+        where = np.array([start])
+        backend.target(TokenBatch(ids[start : start + count], np.array([count]), where))
+        return backend.read("logits")
+
+    whole = logits(0, 6)
+    for start, count in ((1, 2), (3, 1), (1, 2), (2, 3), (3, 1), (0, 6)):
+        np.testing.assert_allclose(
+            logits(start, count), whole[start : start + count], rtol=0, atol=1e-4
+        )
+    targets = [b for key, b in backend._bindings.items() if key[0] == "target"]
+    assert len(targets) == 4 and len({id(b.io) for b in targets}) == 1
 
 
 def test_measuring_within_a_fixed_capacity(bundle: BundleFactory) -> None:

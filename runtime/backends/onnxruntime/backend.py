@@ -141,6 +141,7 @@ class OnnxRuntime:
         self._buffers: dict[str, Any] = {}  # one growing block per intermediate tensor
         self._draft_temperature = np.zeros(0, np.float32)
         self._bindings: dict[tuple[Any, ...], _Binding] = {}
+        self._shared: dict[tuple[Any, ...], _Io] = {}  # by graph and slots
         self._tensors: dict[str, Tensor] = {}  # intermediate tensors by name
         self._taken: dict[str, frozenset[str]] = {}  # of `_sources`
         for name in ("target", "backbone", f"{self._markov}_greedy", "accept_greedy"):
@@ -475,12 +476,13 @@ class OnnxRuntime:
             arrays[name][...] = array
         start = time.perf_counter()
         binding.staging.send()
+        binding.attach()
         if self._graphs is None:
-            binding.session.run_with_iobinding(binding.io)
+            binding.session.run_with_iobinding(binding.io.handle)
         else:
             repeats = cached and graph not in self._without_graphs and not self._hosted.get(graph)
             options = self._graphs.options(binding, repeats)
-            self._worker(binding.session.run_with_iobinding, binding.io, options)
+            self._worker(binding.session.run_with_iobinding, binding.io.handle, options)
         self.seconds[phase or graph] += time.perf_counter() - start
         self._tensors.update(binding.outputs)
 
@@ -503,42 +505,45 @@ class OnnxRuntime:
             t.name: (call.feeds[t.name].shape, t.dtype) for t in info.inputs if t.name in call.feeds
         }
         staging = Staging(self._memory, staged)
-        bound: dict[str, tuple[str, Tensor]] = {}  # inputs: device, tensor
+        inputs: dict[str, tuple[str, Tensor]] = {}  # device, tensor
         for tensor in info.inputs:
             source = _SOURCES.get(tensor.name, tensor.name)
             device = self._memory.device
             if tensor.name in caches:
-                value = caches[tensor.name]
-            elif source in tensors:
+                continue
+            if source in tensors:
                 value = tensors[source]
             elif tensor.name in hosted:
                 device, value = "cpu", staging.on_host(tensor.name)
             else:
                 value = staging.tensors[tensor.name]
-            bound[tensor.name] = device, value
-        outputs, results = {}, {}
+            inputs[tensor.name] = device, value
+        outputs = {}
         for tensor in info.outputs:
-            cache = tensor.name.replace("present", "past")
-            if cache in caches:
-                results[tensor.name] = caches[cache]
+            if tensor.name.replace("present", "past") in caches:
                 continue
             shape = tuple(n if isinstance(n, int) else sizes[n] for n in tensor.shape)
             outputs[tensor.name] = into.get(tensor.name) or self._buffer(
                 tensor.name, shape, tensor.dtype
             )
-            results[tensor.name] = outputs[tensor.name]
-        io = session.io_binding()
-        for name, (device, value) in bound.items():
-            index = 0 if device == "cpu" else self.device_id
-            element = ELEMENTS[value.dtype][0]
-            io.bind_input(name, device, index, element, value.shape, value.address)
-        for name, value in results.items():
-            element = ELEMENTS[value.dtype][0]
-            io.bind_output(
-                name, self._memory.device, self.device_id, element, value.shape, value.address
-            )
-        alive = [value for _, value in bound.values()]
-        return _Binding(session, io, staging, outputs, [*alive, *results.values()])
+        return _Binding(session, self._io(graph, slots, caches), staging, inputs, outputs)
+
+    def _io(self, graph: str, slots: tuple[int, int], caches: dict[str, Tensor]) -> _Io:
+        """An IOBinding with the caches bound.
+
+        These are most of a graph's tensors, and binding them takes longer than a step may lose, so
+        all shapes of a graph share one. Captured graphs get their own.
+        """
+        key = graph, *slots
+        if self._graphs is None and key in self._shared:
+            return self._shared[key]
+        io = _Io(self._session(graph), self._memory.device, self.device_id)
+        for name, cache in caches.items():
+            io.bind_input(name, io.device, cache)
+            io.bind_output(name.replace("past", "present"), cache)
+        if self._graphs is None:
+            self._shared[key] = io
+        return io
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Output memory: all shapes of one tensor share one block, since one is live at a time."""
@@ -551,26 +556,60 @@ class OnnxRuntime:
         """Of the given graphs, whose memory has moved; of all if none is given."""
         forgotten = [key for key in self._bindings if not graphs or key[0] in graphs]
         bindings = [self._bindings.pop(key) for key in forgotten]
+        self._shared = {k: io for k, io in self._shared.items() if graphs and k[0] not in graphs}
         if self._graphs is not None:
             self._worker(self._graphs.release, bindings)
 
 
-class _Binding:
-    """An IOBinding with the memory that it points to, kept alive together."""
+class _Io:
+    """An IOBinding and the memory that it points to, kept alive together."""
 
-    __slots__ = ("alive", "graph", "io", "options", "outputs", "runs", "session", "staging")
+    __slots__ = ("alive", "attached", "device", "device_id", "handle")
+
+    def __init__(self, session: ort.InferenceSession, device: str, device_id: int) -> None:
+        self.handle: Any = session.io_binding()
+        self.device, self.device_id = device, device_id
+        self.alive: dict[str, Tensor] = {}
+        self.attached: Any = None  # the binding whose tensors are bound
+
+    def bind_input(self, name: str, device: str, value: Tensor) -> None:
+        index, element = 0 if device == "cpu" else self.device_id, ELEMENTS[value.dtype][0]
+        self.handle.bind_input(name, device, index, element, value.shape, value.address)
+        self.alive[name] = value
+
+    def bind_output(self, name: str, value: Tensor) -> None:
+        element = ELEMENTS[value.dtype][0]
+        self.handle.bind_output(
+            name, self.device, self.device_id, element, value.shape, value.address
+        )
+        self.alive[name] = value
+
+
+class _Binding:
+    """The tensors of one call; `attach` them before it runs."""
+
+    __slots__ = ("graph", "inputs", "io", "options", "outputs", "runs", "session", "staging")
 
     def __init__(
         self,
         session: ort.InferenceSession,
-        io: Any,
+        io: _Io,
         staging: Staging,
+        inputs: dict[str, tuple[str, Tensor]],
         outputs: dict[str, Tensor],
-        alive: list[Tensor],
     ) -> None:
         self.session, self.io, self.staging = session, io, staging
-        self.outputs, self.alive = outputs, alive
+        self.inputs, self.outputs = inputs, outputs
         self.runs, self.graph, self.options = 0, -1, None  # of `Graphs`
+
+    def attach(self) -> None:
+        if self.io.attached is self:
+            return
+        for name, (device, value) in self.inputs.items():
+            self.io.bind_input(name, device, value)
+        for name, value in self.outputs.items():
+            self.io.bind_output(name, value)
+        self.io.attached = self
 
 
 def hosted_inputs(session: ort.InferenceSession, device: str) -> frozenset[str]:
