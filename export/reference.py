@@ -36,7 +36,7 @@ class ReferenceDrafter:
     `tensors` carries the official DeepSpec names (`fc.weight`, `layers.0.self_attn.q_proj.weight`,
     `markov_head.*`, `confidence_head.*`); `embed` and `lm_head` are [V, d]. Everything runs in
     `dtype`, except RMSNorm statistics, rotary angles, softmax and the confidence head (fp32).
-    draft_ids: tokens that may be drafted, None for all; others get base logits of -1e30.
+    draft_ids: tokens that may be drafted, None for all; others get base logits of -1e30 (in fp16 its lowest).
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class ReferenceDrafter:
             x = x + self._linear(F.silu(gate) * up, prefix + "mlp.down_proj", spec.mlp_bias)
 
         hidden = rms_norm(x, w["norm.weight"], spec.rms_norm_eps)
-        return hidden, (hidden @ self.lm_head.T).masked_fill(self.excluded, -1e30)
+        lowest = max(-1e30, torch.finfo(self.dtype).min)
+        return hidden, (hidden @ self.lm_head.T).masked_fill(self.excluded, lowest)
 
     @torch.no_grad()
     def markov(

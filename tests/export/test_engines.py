@@ -14,13 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
-from helpers import GOLDENS, export_pair, load_golden, smollm2_gguf
+from helpers import GOLDENS, GOLDENS_ROOT, export_pair, load_golden, smollm2_gguf
 from typer.testing import CliRunner
 
 from draftgraph.export.bundle import export_bundle
 from draftgraph.export.checkpoints import read_draft, read_target
+from draftgraph.export.draft_vocab import restrict, write_draft_vocab
 from draftgraph.export.engines import EngineOptions, build_engines
 from draftgraph.export.engines import build as build_module
 from draftgraph.export.engines.build import _progress_monitor, device_capability
@@ -75,6 +77,17 @@ def test_bf16_parses_too(trt: Any, half: BundleFactory) -> None:
     bundle = load_bundle(half("qwen3-vanilla", "bf16"))
     assert bundle.dtype == "bf16"
     parse_all(trt, bundle)
+
+
+def test_a_draft_vocabulary_parses_and_builds(trt: Any, tmp_path: Path) -> None:
+    target = read_target(GOLDENS_ROOT / "qwen3-vanilla" / "target")
+    drafter = shutil.copytree(GOLDENS_ROOT / "qwen3-vanilla" / "draft", tmp_path / "drafter")
+    write_draft_vocab(drafter, np.arange(60, 20, -1))
+    draft = restrict(read_draft(drafter, target), 30)
+    path = export_bundle(target, draft, tmp_path / "bundle", dtype="fp16", validate=False)
+    parse_all(trt, load_bundle(path))
+    (built,) = build_engines(path, OPTIONS, graphs=["backbone"])
+    assert built.sidecar.bytes > 0
 
 
 @pytest.mark.slow
