@@ -36,7 +36,8 @@ class ReferenceDrafter:
     `tensors` carries the official DeepSpec names (`fc.weight`, `layers.0.self_attn.q_proj.weight`,
     `markov_head.*`, `confidence_head.*`); `embed` and `lm_head` are [V, d]. Everything runs in
     `dtype`, except RMSNorm statistics, rotary angles, softmax and the confidence head (fp32).
-    draft_ids: tokens that may be drafted, None for all; others get base logits of -1e30 (in fp16 its lowest).
+    draft_ids: tokens that may be drafted, None for all; others get base logits of -1e30 (of the
+    lowest number in fp16).
     """
 
     def __init__(
