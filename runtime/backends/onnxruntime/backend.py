@@ -532,16 +532,16 @@ class OnnxRuntime:
         """An IOBinding with the caches bound.
 
         These are most of a graph's tensors, and binding them takes longer than a step may lose, so
-        all shapes of a graph share one. Captured graphs get their own.
+        all shapes of a graph with caches share one. Captured graphs get their own.
         """
-        key = graph, *slots
-        if self._graphs is None and key in self._shared:
+        key, share = (graph, *slots), bool(caches) and self._graphs is None
+        if share and key in self._shared:
             return self._shared[key]
         io = _Io(self._session(graph), self._memory.device, self.device_id)
         for name, cache in caches.items():
             io.bind_input(name, io.device, cache)
             io.bind_output(name.replace("past", "present"), cache)
-        if self._graphs is None:
+        if share:
             self._shared[key] = io
         return io
 
