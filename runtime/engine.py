@@ -262,10 +262,11 @@ class Engine:
 
     def _target(self, batch: TokenBatch) -> None:
         """A target call; features of the call before that are still needed are held."""
-        needed = {r.slot: r.context for r in self._running() if r.speculative and len(r.context)}
+        running = self._running()
+        needed = {r.slot: r.context for r in running if r.speculative and len(r.context)}
         if needed:
             self.backend.hold(needed)
-        for request in self._running():
+        for request in running:
             request.held_rows += len(needed.get(request.slot, ()))
             request.context = request.context[:0]
         rows = int((batch.past_length + batch.lengths.max()).max())

@@ -14,19 +14,18 @@ import numpy as np
 
 from ..runtime import Engine
 from ..runtime.backends.base import TokenBatch
+from .profile import split
 
 CONTEXT, PASSES, WARM_UP = 256, 15, 2
 
 
-def shapes(requests: int, gamma: int) -> dict[int, tuple[list[int], list[int]]]:
+def shapes(requests: int, gamma: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """N -> widths of an even and of the most uneven split: some verify γ + 1 tokens, the rest 1."""
-    made = {}
-    for wide in range(1, requests):
-        tokens = requests + wide * gamma
-        base, extra = divmod(tokens, requests)
-        even = [base + (i < extra) for i in range(requests)]
-        made[tokens] = (even, [gamma + 1] * wide + [1] * (requests - wide))
-    return made
+    totals = [requests + wide * gamma for wide in range(1, requests)]
+    return {
+        n: (split(requests, n, gamma, uneven=False), split(requests, n, gamma, uneven=True))
+        for n in totals
+    }
 
 
 def measure(engine: Engine, requests: int) -> dict[int, tuple[float, float]]:
@@ -41,7 +40,7 @@ def measure(engine: Engine, requests: int) -> dict[int, tuple[float, float]]:
     for i in range(WARM_UP + PASSES):
         for tokens, splits in cases.items():
             for kind in ((0, 1), (1, 0))[i % 2]:
-                batch = TokenBatch(words[:tokens], np.array(splits[kind]), past)
+                batch = TokenBatch(words[:tokens], splits[kind], past)
                 start = time.perf_counter()
                 backend.target(batch)
                 if i >= WARM_UP:

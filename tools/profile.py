@@ -70,7 +70,7 @@ def _steps(requests: int, gamma: int) -> list[int]:
     return sorted({*range(requests, widest, step), widest})
 
 
-def _split(requests: int, tokens: int, gamma: int, uneven: bool) -> np.ndarray:
+def split(requests: int, tokens: int, gamma: int, uneven: bool) -> np.ndarray:
     """Widths [R] of a step: as equal as can be, or γ + 1 for the first ones and 1 for the last."""
     if uneven:
         before = gamma * np.arange(requests)
@@ -125,10 +125,9 @@ def _measure(
     zeros = np.zeros(requests, np.float32)
     backend.reserve(requests, context + gamma + 1, context + 2 * gamma + 1)
     for i in range(WARM_UP + repeat):
-        turn = i % len(steps)
+        turn, uneven = i % len(steps), i % 2 == 1
         for tokens in (*steps[turn:], *steps[:turn]):
-            uneven = i % 2 == 1
-            widths = _split(requests, tokens, gamma, uneven)
+            widths = split(requests, tokens, gamma, uneven)
             start = time.perf_counter()
             backend.target(TokenBatch(words[:tokens], widths, past))
             backend.accept(

@@ -6,6 +6,7 @@ Pure functions of small integer arrays; the names are those of the bundle's mani
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -168,3 +169,16 @@ def markov_head(bundle: Bundle, markov: str) -> str:
             '--markov-top-k, or use markov="full"'
         )
     return "markov_topk" if markov != "full" and "markov_topk" in bundle.graphs else "markov"
+
+
+def runs(*index: np.ndarray) -> list[tuple[int, ...]]:
+    """Row numbers as (start, count) of consecutive stretches, in order: one copy each.
+
+    Of several as long: (start of each, count), consecutive in all.
+    """
+    size = len(index[0])
+    if not size:
+        return []
+    breaks = np.flatnonzero(np.any([np.diff(i) != 1 for i in index], axis=0)) + 1
+    edges = pairwise([0, *breaks.tolist(), size])
+    return [(*(int(i[a]) for i in index), b - a) for a, b in edges]

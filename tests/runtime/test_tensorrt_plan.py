@@ -26,6 +26,7 @@ from draftgraph.runtime.backends.calls import (
     GraphCall,
     accept_call,
     backbone_call,
+    runs,
     target_call,
 )
 from draftgraph.runtime.backends.tensorrt.backend import engines_needed
@@ -45,7 +46,6 @@ from draftgraph.runtime.backends.tensorrt.plan import (
     pad_call,
     plan_memory,
     request_tiers,
-    runs,
     tier,
     token_tier,
     width_tiers,
@@ -328,6 +328,7 @@ def test_a_block_holds_every_array_aligned() -> None:
 def test_rows_are_copied_in_runs() -> None:
     assert runs(np.array([3, 4, 5, 9, 10, 2])) == [(3, 3), (9, 2), (2, 1)]
     assert runs(np.zeros(0, np.int64)) == []
+    assert runs(np.array([3, 4, 5, 6]), np.array([0, 1, 7, 8])) == [(3, 0, 2), (5, 7, 2)]
 
 
 @pytest.mark.parametrize("markov", ["auto", "full"])

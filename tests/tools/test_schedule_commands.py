@@ -23,7 +23,7 @@ from draftgraph.runtime.calibration import Calibration
 from draftgraph.runtime.costs import CostTable, fingerprint_name
 from draftgraph.runtime.scheduler import NO_COSTS, NOT_COVERED, POLICIES
 from draftgraph.runtime.simulate import load_trace
-from draftgraph.tools.profile import _split
+from draftgraph.tools.profile import split
 
 NAME, GAMMA = "qwen3-vanilla", 7
 PROFILE = ("--batch=1,2", "--context=16", "--repeat=3")
@@ -330,10 +330,10 @@ def test_an_interrupted_command_leaves_the_old_file(
 
 
 def test_steps_are_measured_with_even_and_uneven_widths() -> None:
-    assert _split(4, 6, 3, uneven=False).tolist() == [2, 2, 1, 1]
-    assert _split(4, 6, 3, uneven=True).tolist() == [3, 1, 1, 1]
-    assert _split(4, 11, 3, uneven=True).tolist() == [4, 4, 2, 1]
+    assert split(4, 6, 3, uneven=False).tolist() == [2, 2, 1, 1]
+    assert split(4, 6, 3, uneven=True).tolist() == [3, 1, 1, 1]
+    assert split(4, 11, 3, uneven=True).tolist() == [4, 4, 2, 1]
     for uneven in (False, True):
         for tokens in range(4, 17):
-            widths = _split(4, tokens, 3, uneven)
+            widths = split(4, tokens, 3, uneven)
             assert widths.sum() == tokens and widths.min() >= 1 and widths.max() <= 4

@@ -499,8 +499,7 @@ class OnnxRuntime:
         graph, sizes = call.graph, call.sizes
         session, info = self._session(graph), self.bundle.graphs[graph]
         hosted = self._hosted.get(graph, frozenset())
-        slots = call.first_slot, sizes.get("R", 0)
-        caches = {n: t.rows(*slots) for n, t in self._caches.get(graph, {}).items()}
+        caches = self._caches.get(graph, {})
         staged = {
             t.name: (call.feeds[t.name].shape, t.dtype) for t in info.inputs if t.name in call.feeds
         }
@@ -526,19 +525,22 @@ class OnnxRuntime:
             outputs[tensor.name] = into.get(tensor.name) or self._buffer(
                 tensor.name, shape, tensor.dtype
             )
-        return _Binding(session, self._io(graph, slots, caches), staging, inputs, outputs)
+        io = self._io(graph, call.first_slot, sizes.get("R", 0))
+        return _Binding(session, io, staging, inputs, outputs)
 
-    def _io(self, graph: str, slots: tuple[int, int], caches: dict[str, Tensor]) -> _Io:
+    def _io(self, graph: str, first_slot: int, slots: int) -> _Io:
         """An IOBinding with the caches bound.
 
         These are most of a graph's tensors, and binding them takes longer than a step may lose, so
         all shapes of a graph with caches share one. Captured graphs get their own.
         """
-        key, share = (graph, *slots), bool(caches) and self._graphs is None
+        caches = self._caches.get(graph, {})
+        key, share = (graph, first_slot, slots), bool(caches) and self._graphs is None
         if share and key in self._shared:
             return self._shared[key]
         io = _Io(self._session(graph), self._memory.device, self.device_id)
-        for name, cache in caches.items():
+        for name, whole in caches.items():
+            cache = whole.rows(first_slot, slots)
             io.bind_input(name, io.device, cache)
             io.bind_output(name.replace("past", "present"), cache)
         if share:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ....graphs.errors import DraftgraphError
 from ..base import PREFILL_CHUNK, ContextBatch
+from ..calls import runs
 from .memory import Memory, Tensor, nbytes
 
 # What idle slots may go on holding.
@@ -68,9 +69,8 @@ class FeatureRows:
             self._grow(lacking)
             free = np.flatnonzero(~self._taken)
         places = free[: len(source)]
-        steps = (np.diff(source) != 1) | (np.diff(places) != 1)
-        for part in np.split(np.arange(len(source)), np.flatnonzero(steps) + 1):
-            self._copy(self.all, int(source[part[0]]), int(places[part[0]]), len(part))
+        for first, to, count in runs(source, places):
+            self._copy(self.all, first, to, count)
         self._taken[places] = True
         start = 0
         for slot, rows in index.items():

@@ -24,6 +24,7 @@ from ..calls import (
     backbone_call,
     markov_call,
     markov_head,
+    runs,
     target_call,
 )
 from .device import CaptureRefused, Device, EngineCall, Tensor
@@ -40,7 +41,6 @@ from .plan import (
     pad_call,
     plan_memory,
     request_tiers,
-    runs,
     tier,
     token_tier,
 )

@@ -306,11 +306,3 @@ def aligned(size: int) -> int:
 
 def _bytes(tensor: TensorInfo, shape: Shape) -> int:
     return int(np.prod(shape)) * ITEM_BYTES[tensor.dtype]
-
-
-def runs(index: np.ndarray) -> list[tuple[int, int]]:
-    """Row numbers as (start, count) of consecutive stretches, in order: one copy each."""
-    if not len(index):
-        return []
-    breaks = np.flatnonzero(np.diff(index) != 1) + 1
-    return [(int(part[0]), len(part)) for part in np.split(index, breaks)]
