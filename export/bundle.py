@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -37,12 +37,13 @@ from ..runtime.bundle import (
 from .checkpoints import DraftCheckpoint, TargetCheckpoint, check_finite
 from .checkpoints.weights import Weights
 
-NUMPY_DTYPE: dict[DType, Any] = {
+NUMPY_DTYPE: dict[str, Any] = {
     "fp32": np.float32,
     "fp16": np.float16,
     "bf16": ml_dtypes.bfloat16,
+    "int64": np.int64,
 }
-_SAFETENSORS_CODE = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+_SAFETENSORS_CODE = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "int64": "I64"}
 # Tensor data starts at multiples of this, so mapped weights can be used without a copy.
 _ALIGNMENT = 64
 
@@ -82,9 +83,26 @@ class Recipe:
         return np.ascontiguousarray(fused)
 
 
-def recipes(target: TargetCheckpoint, draft: DraftCheckpoint, dtype: DType) -> dict[str, Recipe]:
+@dataclass(frozen=True)
+class Ids:
+    """Token ids [n] in the weights file."""
+
+    ids: np.ndarray
+    dtype: ClassVar = "int64"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ids.shape
+
+    def read(self) -> np.ndarray:
+        return self.ids.astype(np.int64)
+
+
+def recipes(
+    target: TargetCheckpoint, draft: DraftCheckpoint, dtype: DType
+) -> dict[str, Recipe | Ids]:
     """Every tensor of the weights file by the name that the graphs use."""
-    table: dict[str, Recipe] = {}
+    table: dict[str, Recipe | Ids] = {}
 
     def add(name: str, kind: DType, weights: Weights, *sources: str) -> None:
         table[name] = Recipe(kind, tuple((weights, s) for s in sources))
@@ -122,6 +140,7 @@ def recipes(target: TargetCheckpoint, draft: DraftCheckpoint, dtype: DType) -> d
         own = target.weights, build.EMBEDDING if t.tied_head else build.HEAD
         source = own if d.shares_head else (w, build.HEAD)
         table[head] = Recipe(dtype, (source,), draft.draft_ids)
+        table["markov.draft_ids"] = Ids(draft.draft_ids)
     elif not d.shares_head:
         add(head, dtype, w, build.HEAD)
     for i in range(d.decoder.num_layers):
@@ -130,8 +149,9 @@ def recipes(target: TargetCheckpoint, draft: DraftCheckpoint, dtype: DType) -> d
     for name in ("fc", "hidden_norm", "norm"):
         add(f"backbone.{name}.weight", "fp32", w, f"{name}.weight")
     if d.markov_type != "none":
-        for name in ("w1", "w2"):
-            add(f"markov.{name}.weight", dtype, w, f"markov_head.markov_{name}.weight")
+        for name, rows in (("w1", None), ("w2", draft.draft_ids)):
+            source = w, f"markov_head.markov_{name}.weight"
+            table[f"markov.{name}.weight"] = Recipe(dtype, (source,), rows)
     projection = {"gated": "gate_proj", "rnn": "joint_proj"}.get(d.markov_type)
     for kind in ("weight", "bias"):
         if projection:
@@ -146,13 +166,12 @@ def build_graphs(
     draft: DraftContract,
     dtype: DType,
     markov_top_k: int | None,
-    draft_ids: np.ndarray | None,
 ) -> Iterator[ir.Model]:
     """All graphs of a bundle, one at a time."""
     yield build.build_target(target, draft.tap_ids, dtype)
-    yield build.build_backbone(draft, target, dtype, draft_ids)
+    yield build.build_backbone(draft, target, dtype)
     for k in (None, markov_top_k):
-        if k is None or k < draft.vocab_size:
+        if k is None or k < draft.head_size:
             for greedy in (False, True):
                 yield build.build_markov(draft, dtype, k, greedy)
         if markov_top_k is None:
@@ -163,7 +182,7 @@ def build_graphs(
         yield build.build_accept(draft, kind)
 
 
-def write_weights(table: dict[str, Recipe], file: Path) -> dict[str, tuple[int, int]]:
+def write_weights(table: dict[str, Recipe | Ids], file: Path) -> dict[str, tuple[int, int]]:
     """One safetensors file; returns (offset, length) of every tensor from the start of the file.
 
     The ONNX graphs reference these ranges as external data, so the same file serves the graphs
@@ -197,7 +216,10 @@ def write_weights(table: dict[str, Recipe], file: Path) -> dict[str, tuple[int, 
 
 
 def attach_weights(
-    model: ir.Model, table: dict[str, Recipe], ranges: dict[str, tuple[int, int]], folder: Path
+    model: ir.Model,
+    table: dict[str, Recipe | Ids],
+    ranges: dict[str, tuple[int, int]],
+    folder: Path,
 ) -> int:
     """Point the model's initializers at the weights file; returns the number of parameters."""
     parameters = 0
@@ -286,8 +308,7 @@ def export_bundle(
                 "directory"
             )
     if draft.contract.markov_type == "none" or (
-        markov_top_k is not None
-        and markov_top_k >= (draft.contract.draft_vocab_size or draft.contract.vocab_size)
+        markov_top_k is not None and markov_top_k >= draft.contract.head_size
     ):
         markov_top_k = None
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -327,9 +348,7 @@ def _write(
     report(f"writing {WEIGHTS}")
     ranges = write_weights(table, folder / WEIGHTS)
     graphs: dict[str, Any] = {}
-    for model in build_graphs(
-        target.contract, draft.contract, dtype, markov_top_k, draft.draft_ids
-    ):
+    for model in build_graphs(target.contract, draft.contract, dtype, markov_top_k):
         name = model.graph.name or ""
         report(f"building {name}.onnx")
         parameters = attach_weights(model, table, ranges, folder)

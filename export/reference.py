@@ -36,8 +36,8 @@ class ReferenceDrafter:
     `tensors` carries the official DeepSpec names (`fc.weight`, `layers.0.self_attn.q_proj.weight`,
     `markov_head.*`, `confidence_head.*`); `embed` and `lm_head` are [V, d]. Everything runs in
     `dtype`, except RMSNorm statistics, rotary angles, softmax and the confidence head (fp32).
-    draft_ids: tokens that may be drafted, None for all; others get base logits of -1e30 (of the
-    lowest number in fp16).
+    draft_ids: [U] tokens that may be drafted, increasing, None for all (U = V); only they have base
+    logits, and others get corrected ones of -1e30 (of the lowest number in fp16).
     """
 
     def __init__(
@@ -60,18 +60,21 @@ class ReferenceDrafter:
         self.dtype = dtype
         self.weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         self.embed = embed.to(dtype)
+        self.draft_ids = torch.arange(contract.vocab_size)
         self.lm_head = lm_head.to(dtype)
-        self.excluded = torch.zeros(contract.vocab_size, dtype=torch.bool)
         if draft_ids is not None:
-            self.excluded[:] = True
-            self.excluded[draft_ids] = False
+            self.draft_ids = draft_ids
+            self.lm_head = self.lm_head[draft_ids]
+            if contract.markov_type != "none":
+                w2 = "markov_head.markov_w2.weight"
+                self.weights[w2] = self.weights[w2][draft_ids]
         self.inv_freq, self.rope_scale = inverse_frequencies(
             contract.decoder.rope, contract.decoder.head_dim
         )
 
     @torch.no_grad()
     def backbone(self, features: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
-        """One parallel pass over the block: hidden [γ, d] after the final norm, base logits [γ, V].
+        """One parallel pass over the block: hidden [γ, d] after the final norm, base logits [γ, U].
 
         `features` [P, m*d] are the tapped target states of positions 0..P-1; the block is the token
         `anchor` at position P followed by γ-1 masks. Every slot attends to all P context rows and
@@ -127,8 +130,7 @@ class ReferenceDrafter:
             x = x + self._linear(F.silu(gate) * up, prefix + "mlp.down_proj", spec.mlp_bias)
 
         hidden = rms_norm(x, w["norm.weight"], spec.rms_norm_eps)
-        lowest = max(-1e30, torch.finfo(self.dtype).min)
-        return hidden, (hidden @ self.lm_head.T).masked_fill(self.excluded, lowest)
+        return hidden, hidden @ self.lm_head.T
 
     @torch.no_grad()
     def markov(
@@ -143,7 +145,7 @@ class ReferenceDrafter:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The sequential head: each pick shifts the logits of the next slot.
 
-        `base_logits` [γ, V] and `hidden` [γ, d] come from `backbone`. Returns the draft ids [γ]
+        `base_logits` [γ, U] and `hidden` [γ, d] come from `backbone`. Returns the draft ids [γ]
         (int64), the corrected logits they were picked from [γ, V], and W1[previous token] [γ, r]
         (r = 0 without a Markov head), the confidence head's second input.
 
@@ -152,6 +154,8 @@ class ReferenceDrafter:
         """
         kind, w = self.contract.markov_type, self.weights
         gamma, rank = base_logits.shape[0], self.contract.markov_rank
+        lowest = max(-1e30, torch.finfo(base_logits.dtype).min)
+        excluded = torch.full((self.contract.vocab_size,), lowest, dtype=base_logits.dtype)
 
         state = torch.zeros(rank, dtype=self.dtype)  # of the rnn head, zero at every block start
         previous = anchor
@@ -178,14 +182,15 @@ class ReferenceDrafter:
             if forced_ids is not None:
                 previous = int(forced_ids[slot])
             elif temperature < GREEDY_BELOW:
-                previous = int(corrected.argmax())
+                previous = int(self.draft_ids[corrected.argmax()])
             elif uniforms is None:
                 raise DraftgraphError("sampling needs one uniform number per block slot")
             else:
                 probs = (corrected.double() / temperature).softmax(-1)
-                previous = inverse_cdf(probs.numpy(), float(uniforms[slot]))
+                choice = inverse_cdf(probs.numpy(), float(uniforms[slot]))
+                previous = int(self.draft_ids[choice])
             picks.append(previous)
-            logits.append(corrected)
+            logits.append(excluded.index_copy(0, self.draft_ids, corrected))
             embeddings.append(e)
         return torch.tensor(picks), torch.stack(logits), torch.stack(embeddings)
 

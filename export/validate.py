@@ -389,8 +389,9 @@ class _Validation:
         _, corrected, _ = self.drafter.markov(
             torch.from_numpy(base), torch.from_numpy(hidden), int(anchor[0]), forced_ids=sampled
         )
-        reference = np.take_along_axis(corrected.numpy(), candidates, -1)
-        check.tensor(np.take_along_axis(logits, candidates, -1), torch.from_numpy(reference))
+        tokens = self.drafter.draft_ids.numpy()[candidates]
+        reference = np.take_along_axis(corrected.numpy(), tokens, -1)
+        check.tensor(np.take_along_axis(logits, tokens, -1), torch.from_numpy(reference))
         kept = (logits > -1e29).sum(-1)
         check.picks((kept == k).tolist())
 

@@ -15,7 +15,6 @@ from onnxscript import nn
 
 from .contract import DecoderSpec, DraftContract, DType
 from .layers import (
-    EXCLUDED,
     DecoderLayer,
     Embedding,
     Linear,
@@ -107,23 +106,15 @@ class Backbone(nn.Module):
     requests that draft; request_block [R] i64, the block of each request (any for those that do not
     draft); block_request [B] i64, its inverse; past_key.i / past_value.i [R, K, C, D], updated in
     place. The cache must have room for past_length + X + γ rows.
-    Outputs: hidden [B, γ, d] f32 (after the final norm); base_logits [B, γ, V] f32; present_*.
+    Outputs: hidden [B, γ, d] f32 (after the final norm); base_logits [B, γ, U] f32; present_*. U is
+    the vocabulary or, with a draft vocabulary, the tokens of it, which the Markov graphs know.
 
     The committed tokens occupy positions 0 .. past_length + feature_count - 1 and the anchor the
     next one, so a cache row is a position.
-
-    draft_ids [n]: the tokens that may be drafted, increasing. The head then has a row for each of
-    them only and every other base logit is -1e30, so they have no probability in any graph that
-    follows (as FR-Spec, arXiv 2502.14856, and the draft vocabularies of EAGLE-3).
     """
 
     def __init__(
-        self,
-        contract: DraftContract,
-        max_positions: int,
-        dtype: DType,
-        tied: bool = False,
-        draft_ids: np.ndarray | None = None,
+        self, contract: DraftContract, max_positions: int, dtype: DType, tied: bool = False
     ):
         super().__init__()
         spec = contract.decoder
@@ -134,8 +125,7 @@ class Backbone(nn.Module):
         self.hidden_norm = RMSNorm(d, spec.rms_norm_eps)
         self.layers = nn.ModuleList([BlockLayer(spec, dtype) for _ in range(spec.num_layers)])
         self.norm = RMSNorm(d, spec.rms_norm_eps)
-        self.lm_head = Linear(d, contract.draft_vocab_size or contract.vocab_size, dtype)
-        self.draft_ids = draft_ids
+        self.lm_head = Linear(d, contract.head_size, dtype)
         if tied:
             self.lm_head.weight = self.embed_tokens.weight
         self.contract = contract
@@ -202,21 +192,11 @@ class Backbone(nn.Module):
             present.append((key, value))
         hidden = self.norm(op, x)
         logits = cast(op, self.lm_head(op, cast(op, hidden, "fp32", dtype)), dtype, "fp32")
-        if self.draft_ids is not None:
-            logits = self._over_all(op, logits, self.draft_ids)
         return (
             op.Reshape(hidden, [-1, gamma, d]),
-            op.Reshape(logits, [-1, gamma, c.vocab_size]),
+            op.Reshape(logits, [-1, gamma, c.head_size]),
             present,
         )
-
-    def _over_all(self, op: Any, logits: ir.Value, ids: np.ndarray) -> ir.Value:
-        """[B·γ, n] logits of some tokens -> [B·γ, V]."""
-        rows = axis_size(op, logits, 0)
-        everywhere = op.Concat(rows, op.Constant(value_ints=[self.contract.vocab_size]), axis=0)
-        excluded = op.Expand(op.Constant(value_float=EXCLUDED), everywhere)
-        ids_of = op.Expand(op.Constant(value=ir.tensor(ids.reshape(1, -1))), op.Shape(logits))
-        return op.ScatterElements(excluded, ids_of, logits, axis=1)
 
 
 def _cells(op: Any, block: ir.Value, gamma: int, slots: ir.Value) -> ir.Value:

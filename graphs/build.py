@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder, nn
 
@@ -128,17 +127,12 @@ def build_target(contract: TargetContract, tap_ids: tuple[int, ...], dtype: DTyp
     return _assemble("target", module, inputs, outputs, call, rename)
 
 
-def build_backbone(
-    draft: DraftContract,
-    target: TargetContract,
-    dtype: DType,
-    draft_ids: np.ndarray | None = None,
-) -> ir.Model:
+def build_backbone(draft: DraftContract, target: TargetContract, dtype: DType) -> ir.Model:
     """See `Backbone` for the tensors."""
     spec = draft.decoder
     embedding, head = draft_embedding_names(draft, target)
     longest = target.max_position_embeddings
-    module = Backbone(draft, longest, dtype, tied=embedding == head, draft_ids=draft_ids)
+    module = Backbone(draft, longest, dtype, tied=embedding == head)
     features = len(draft.tap_ids) * spec.hidden_size
     inputs = [
         Port("features", F32, ("N", features)),
@@ -153,7 +147,7 @@ def build_backbone(
     ]
     outputs = [
         Port("hidden", F32, ("B", draft.block_size, spec.hidden_size)),
-        Port("base_logits", F32, ("B", draft.block_size, draft.vocab_size)),
+        Port("base_logits", F32, ("B", draft.block_size, draft.head_size)),
         *_kv_ports("present", spec, dtype),
     ]
 
@@ -178,11 +172,11 @@ def draft_embedding_names(draft: DraftContract, target: TargetContract) -> tuple
 def build_markov(
     draft: DraftContract, dtype: DType, top_k: int | None = None, greedy: bool = False
 ) -> ir.Model:
-    """See `Markov` for the tensors. `top_k` below the vocabulary size truncates the head."""
+    """See `Markov` for the tensors. `top_k` below the size of the head truncates it."""
     gamma, v, d = draft.block_size, draft.vocab_size, draft.decoder.hidden_size
     module = Markov(draft, dtype, top_k, greedy)
     uses_hidden = draft.markov_type in ("gated", "rnn")
-    inputs = [Port("base_logits", F32, ("B", gamma, v))]
+    inputs = [Port("base_logits", F32, ("B", gamma, draft.head_size))]
     if uses_hidden:
         inputs.append(Port("hidden", F32, ("B", gamma, d)))
     inputs.append(Port("anchor", I64, ("B",)))

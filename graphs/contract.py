@@ -103,8 +103,13 @@ class DraftContract:
     confidence_with_markov: bool
     shares_embedding: bool  # embedding equal to the target's tensor (or left out of the checkpoint)
     shares_head: bool
-    # Tokens that may be drafted; None: all. The base logits of others are -1e30.
+    # Tokens that may be drafted; None: all. Only they have base logits.
     draft_vocab_size: int | None = None
+
+    @property
+    def head_size(self) -> int:
+        """U, the tokens that may be drafted."""
+        return self.draft_vocab_size or self.vocab_size
 
 
 def to_dict(spec: Any) -> dict[str, Any]:

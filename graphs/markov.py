@@ -12,14 +12,14 @@ import onnx_ir as ir
 from onnxscript import nn
 
 from .contract import DraftContract, DType
-from .layers import EXCLUDED, IR_DTYPE, Linear, cast
+from .layers import EXCLUDED, I64, IR_DTYPE, Linear, cast
 from .sampling import float_constant, pick
 
 
 class Markov(nn.Module):
     """The sequential head, unrolled over the γ slots, token choice included.
 
-    Inputs: base_logits [B, γ, V] f32; hidden [B, γ, d] f32 (gated and rnn only); anchor [B] i64;
+    Inputs: base_logits [B, γ, U] f32; hidden [B, γ, d] f32 (gated and rnn only); anchor [B] i64;
     uniforms [B, γ] f32 in [0, 1); temperature [B] f32, 0 for greedy drafting.
     Outputs: draft_ids [B, γ] i64; draft_logits [B, γ, V] f32, the logits that were drawn from
     (before the temperature); prev_embeddings [B, γ, r] f32, W1 of the token before each slot (only
@@ -29,15 +29,20 @@ class Markov(nn.Module):
     the nodes, for requests that are greedy on both sides.
 
     With `top_k` the head looks only at the k largest base logits of each slot; every other token
-    gets a logit of -1e30. Acceptance uses the same truncated q, so verification stays exact.
+    gets a logit of -1e30. Acceptance uses the same truncated q, so verification stays exact. With a
+    draft vocabulary the parameter draft_ids [U] i64 holds its tokens, increasing; W2 has a row for
+    each of them, and every other token gets -1e30 likewise (as FR-Spec, arXiv 2502.14856, and the
+    draft vocabularies of EAGLE-3).
     """
 
     def __init__(self, contract: DraftContract, dtype: DType, top_k: int | None, greedy: bool):
         super().__init__()
-        r, d, v = contract.markov_rank, contract.decoder.hidden_size, contract.vocab_size
+        r, d = contract.markov_rank, contract.decoder.hidden_size
         if contract.markov_type != "none":
-            self.markov_w1 = Weight([v, r], dtype)
-            self.markov_w2 = Weight([v, r], dtype)
+            self.markov_w1 = Weight([contract.vocab_size, r], dtype)
+            self.markov_w2 = Weight([contract.head_size, r], dtype)
+        restricted = contract.draft_vocab_size is not None
+        self.draft_ids = nn.Parameter([contract.head_size], I64) if restricted else None
         # The small projections stay in float32: they see hidden states and feed sigmoids.
         if contract.markov_type == "gated":
             self.gate_proj = Linear(d + r, r, "fp32", bias=True)
@@ -58,7 +63,7 @@ class Markov(nn.Module):
         temperature: ir.Value | None = None,
     ) -> list[ir.Value]:
         c = self.contract
-        size = self.top_k or c.vocab_size
+        size = self.top_k or c.head_size
         candidates = None
         logits = base_logits
         if self.top_k:
@@ -84,19 +89,33 @@ class Markov(nn.Module):
             if slot_ids is not None:
                 chosen = op.GatherElements(slot_ids, op.Unsqueeze(choice, [1]), axis=1)
                 choice = op.Squeeze(chosen, [1])
+            if self.draft_ids is not None:
+                choice = op.Gather(self.draft_ids, choice)
             previous = choice
             ids.append(op.Unsqueeze(choice, [1]))
             drawn_from.append(op.Unsqueeze(base, [1]))
         results = [op.Concat(*ids, axis=1)]
         if not self.greedy:
-            draft_logits = op.Concat(*drawn_from, axis=1)
-            if candidates is not None:
-                excluded = op.Expand(float_constant(op, EXCLUDED), op.Shape(base_logits))
-                draft_logits = op.ScatterElements(excluded, candidates, draft_logits, axis=-1)
-            results.append(draft_logits)
+            results.append(self._over_all(op, op.Concat(*drawn_from, axis=1), candidates))
         if embeddings:
             results.append(op.Concat(*embeddings, axis=1))
         return results
+
+    def _over_all(self, op: Any, logits: ir.Value, candidates: ir.Value | None) -> ir.Value:
+        """[B, γ, n] logits of the candidates, or of all that may be drafted -> [B, γ, V]."""
+        tokens = candidates
+        if self.draft_ids is not None:
+            tokens = (
+                op.Expand(op.Unsqueeze(self.draft_ids, [0, 1]), op.Shape(logits))
+                if candidates is None
+                else op.Gather(self.draft_ids, candidates)
+            )
+        if tokens is None:
+            return logits
+        size = op.Constant(value_ints=[self.contract.vocab_size])
+        everywhere = op.Concat(op.Shape(logits, start=0, end=2), size, axis=0)
+        excluded = op.Expand(float_constant(op, EXCLUDED), everywhere)
+        return op.ScatterElements(excluded, tokens, logits, axis=-1)
 
     def _transform(
         self, op: Any, e: ir.Value, h: ir.Value | None, state: ir.Value | None
@@ -118,7 +137,7 @@ class Markov(nn.Module):
         return e, None
 
     def _bias(self, op: Any, low_rank: ir.Value, slot_ids: ir.Value | None) -> ir.Value:
-        """W2 · low_rank over the whole vocabulary [B, V], or over the candidates [B, k]."""
+        """W2 · low_rank over all that may be drafted [B, U], or over the candidates [B, k]."""
         x = cast(op, low_rank, "fp32", self.dtype)
         w2 = self.markov_w2(op)
         if slot_ids is None:

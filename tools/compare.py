@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from safetensors import safe_open
 
 from ..graphs.errors import DraftgraphError
 from ..runtime import Engine, Output, SamplingParams
 from ..runtime.backends.base import ContextBatch, DraftSampling, TokenBatch
-from ..runtime.bundle import MANIFEST, sha256
+from ..runtime.bundle import MANIFEST, WEIGHTS, Bundle, sha256
 from .bench_steps import prefill_target
 from .console import heading, number, table
 from .prompts import PromptSet
@@ -105,7 +106,7 @@ class DraftAgreement:
 
 @dataclass(frozen=True)
 class _Block:
-    base_logits: np.ndarray  # [γ, V]
+    base_logits: np.ndarray  # [γ, U]
     ids: np.ndarray  # [γ]
     confidence: np.ndarray | None  # [γ], probabilities without calibration
 
@@ -146,7 +147,8 @@ class Comparison:
         )
         self.prompt_part, self.continuation_part = Agreement(), Agreement()
         same_blocks = engine.gamma == reference.gamma
-        self.drafts = DraftAgreement() if same_blocks else None
+        same_tokens = np.array_equal(draft_ids(engine.bundle), draft_ids(reference.bundle))
+        self.drafts = DraftAgreement() if same_blocks and same_tokens else None
 
     def run(self, sets: Sequence[PromptSet]) -> dict[str, Any]:
         """All figures. Raises `DraftgraphError` when logits are not finite."""
@@ -306,6 +308,14 @@ def _draft(engine: Engine, start: int, stop: int, anchor: int) -> _Block:
     return _Block(base, ids, confidence)
 
 
+def draft_ids(bundle: Bundle) -> np.ndarray:
+    """[U] i64: the tokens that the bundle's drafter may draft."""
+    if bundle.draft.draft_vocab_size is None:
+        return np.arange(bundle.draft.vocab_size)
+    with safe_open(bundle.path / WEIGHTS, "numpy") as weights:
+        return np.asarray(weights.get_tensor("markov.draft_ids"))
+
+
 def _identity(engine: Engine) -> dict[str, Any]:
     bundle = engine.bundle
     return {
@@ -336,7 +346,7 @@ def render(compared: dict[str, Any], console: Console) -> None:
         )
     console.print(show)
     if drafter is None:
-        console.print("drafters of different block sizes: not compared")
+        console.print("drafters of different block sizes or draft vocabularies: not compared")
     else:
         line = f"drafted tokens: {drafter['picks_agree']} of {drafter['picks_compared']} equal"
         if drafter["max_confidence_difference"] is not None:

@@ -54,8 +54,11 @@ def test_only_these_are_drafted(
     bundle = load_bundle(path)
     assert bundle.draft.draft_vocab_size == KEPT
     allowed = np.sort(ORDER[:KEPT])
+    base = next(t for t in bundle.graphs["backbone"].outputs if t.name == "base_logits")
+    assert base.shape == ("B", draft.contract.block_size, KEPT)
     if dtype == "fp32":
         tensors = load_file(path / "weights.safetensors")
+        np.testing.assert_array_equal(tensors["markov.draft_ids"], allowed)
         head = tensors["backbone.lm_head.weight"]
         assert head.shape == (KEPT, bundle.draft.decoder.hidden_size)
         if draft.contract.shares_head:

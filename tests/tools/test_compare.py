@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import export_pair, run_cli, run_cli_ok, write_random_pair
+from helpers import export_pair, load_golden, run_cli, run_cli_ok, write_random_pair
 from safetensors import safe_open
 
+from draftgraph.export.bundle import export_bundle
+from draftgraph.export.checkpoints import read_draft, read_target
+from draftgraph.export.draft_vocab import restrict, write_draft_vocab
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.runtime import Engine
 from draftgraph.tools.compare import NEAR_TIE, Agreement, Comparison
@@ -114,6 +117,25 @@ def test_only_the_same_tokens_can_be_compared(
         Comparison(damaged, engine(NAME))
     with pytest.raises(DraftgraphError, match="different tokenizers"):
         Comparison(engine(NAME), text_engine)
+
+
+@pytest.mark.parametrize(("other", "compared"), [(30, True), (20, False)])
+def test_drafters_are_compared_over_the_tokens_that_both_draft(
+    other: int, compared: bool, tmp_path: Path
+) -> None:
+    golden = load_golden(NAME)
+    shutil.copytree(golden.draft, tmp_path / "draft")
+    write_draft_vocab(tmp_path / "draft", np.arange(40))
+    target = read_target(golden.target)
+    drafter = read_draft(tmp_path / "draft", target)
+    engines = [
+        Engine.load(export_bundle(target, restrict(drafter, size), tmp_path / f"{i}"))
+        for i, size in enumerate((30, other))
+    ]
+    found = compare(*engines, max_new_tokens=8)["drafter"]
+    assert (found is not None) == compared
+    if compared:
+        assert found["picks_agree"] == found["picks_compared"] > 0
 
 
 def test_blocks_of_different_size_are_not_compared(tmp_path: Path) -> None:
