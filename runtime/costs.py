@@ -1,6 +1,8 @@
 """What a target step costs: a measured staircase over (requests, tokens).
 
-A step over R requests and N = Σ (1 + ℓ_r) tokens costs T(R, N) milliseconds. Step times are flat
+A step over R requests and N = Σ (1 + ℓ_r) tokens costs T(R, N) milliseconds if the tokens are
+spread evenly. Attention runs on the padded view of R · max(1 + ℓ_r) cells, so each cell by which
+another split is wider costs a little more. Step times are flat
 between the sizes a device was compiled, captured or tiled for and jump at their edges, so a lookup
 rounds up to the next measured size and never interpolates: a value between two measurements
 would price tokens that pay for a whole step as if they were nearly free.
@@ -15,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -48,7 +51,7 @@ class CostTable:
     it. draft_ms: requests -> ms of drafting one block for each of them. fingerprint: where it was
     measured, see `FINGERPRINT_KEYS`. samples: (requests, tokens) -> measurements behind a median.
     context_ms: of writing one committed token into the drafter's cache; a first draft writes all of
-    the prompt.
+    the prompt. pad_ms: requests -> ms of each padded cell more than an even split has.
 
     Medians of neighbouring cells can come out in the wrong order. Lookups use their isotonic fit
     per row (inverted neighbours share their mean), since a wider step is never cheaper; `cells`
@@ -60,7 +63,9 @@ class CostTable:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     samples: Mapping[tuple[int, int], int] = field(default_factory=dict)
     context_ms: float = 0.0
+    pad_ms: Mapping[int, float] = field(default_factory=dict)
     _rows: dict[int, np.ndarray] = field(init=False, repr=False, compare=False)
+    _bare: dict[tuple[int, float, bool], np.ndarray] = field(init=False, repr=False, compare=False)
     _measured: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +81,10 @@ class CostTable:
         for requests, ms in self.draft_ms.items():
             _check_ms(ms, f"draft_ms of {requests} requests", zero=True)
         _check_ms(self.context_ms, "context_ms", zero=True)
+        for requests, ms in self.pad_ms.items():
+            _check_ms(ms, f"pad_ms of {requests} requests", zero=True)
         object.__setattr__(self, "_rows", {})
+        object.__setattr__(self, "_bare", {})
         object.__setattr__(self, "_measured", sorted({r for r, _ in self.cells}))
 
     # Lookup
@@ -97,21 +105,60 @@ class CostTable:
         return tokens <= self.max_tokens(requests)
 
     def row(self, requests: int) -> np.ndarray:
-        """[max_tokens + 1] ms of a step by its number of tokens; `requests` rounds up."""
+        """[max_tokens + 1] ms of an even step by its number of tokens; `requests` rounds up."""
         row = self._rows.get(requests)
         if row is None:
             row = self._rows[requests] = self._staircase(requests)
         return row
 
-    def step_ms(self, requests: int, tokens: int) -> float:
-        """T(R, N) at the next measured size. Raises `DraftgraphError` beyond the table."""
+    def step_ms(self, requests: int, tokens: int, width: int | None = None) -> float:
+        """T(R, N) at the next measured size. Raises `DraftgraphError` beyond the table.
+
+        width: the most tokens of one request; None: of an even split.
+        """
         row = self.row(requests)
         if not requests <= tokens < len(row):
             raise DraftgraphError(
                 f"the cost table has no step of {tokens} tokens for {requests} requests; it covers "
                 f"{requests} to {len(row) - 1}: profile wider steps"
             )
-        return float(row[tokens])
+        if width is None:
+            return float(row[tokens])
+        return float(row[tokens]) + self.pad(requests) * requests * (width - -(-tokens // requests))
+
+    def times(
+        self, requests: int, count: int, wider: Sequence[int] | None, *, smooth: bool = False
+    ) -> np.ndarray:
+        """[count + 1] ms of steps of R … R + `count` tokens.
+
+        wider: the numbers of tokens beyond R from which on the widest request has 2, 3, … tokens.
+        None: as if all steps were even. smooth: the largest convex function below the staircase
+        in its place, padding as it is.
+        """
+        span = slice(requests, requests + count + 1)
+        column = 0.0 if wider is None else self.pad(requests) * requests
+        row = self._without_padding(requests, column, smooth)[span]
+        if wider is None or not column:
+            return row
+        edges = [0, *(min(n, count + 1) for n in wider), count + 1]
+        levels = [column * width for width in range(1, len(edges))]
+        return np.repeat(levels, [b - a for a, b in pairwise(edges)]) + row
+
+    def _without_padding(self, requests: int, column: float, smooth: bool) -> np.ndarray:
+        """`row` less `column` ms for each column of padded cells, as it is or convex."""
+        row = self._bare.get((requests, column, smooth))
+        if row is None:
+            columns = -(-np.arange(self.max_tokens(requests) + 1) // requests)
+            row = self.row(requests) - column * columns
+            row = _convex(row, requests) if smooth else row
+            self._bare[requests, column, smooth] = row
+        return row
+
+    def pad(self, requests: int) -> float:
+        """ms of a padded cell, of the next measured batch; 0 where it is not measured."""
+        if not self.pad_ms or requests > max(self.pad_ms):
+            return 0.0
+        return self.pad_ms[min(r for r in self.pad_ms if r >= requests)]
 
     def draft(self, requests: int) -> float:
         """Drafting time in ms, rounded up to the next measured batch; 0 when not measured."""
@@ -186,6 +233,7 @@ class CostTable:
                 ],
                 "draft_ms": {str(r): ms for r, ms in sorted(self.draft_ms.items())},
                 "context_ms": self.context_ms,
+                "pad_ms": {str(r): ms for r, ms in sorted(self.pad_ms.items())},
             },
         )
 
@@ -205,10 +253,11 @@ class CostTable:
             }
             draft = {int(r): float(ms) for r, ms in payload["draft_ms"].items()}
             context = float(payload.get("context_ms", 0.0))
+            pad = {int(r): float(ms) for r, ms in payload.get("pad_ms", {}).items()}
             fingerprint = dict(payload["fingerprint"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DraftgraphError(f"{path}: not a cost table ({error!r})") from error
-        return cls(cells, draft, fingerprint, samples, context)
+        return cls(cells, draft, fingerprint, samples, context, pad)
 
 
 def find_costs(folder: Path, fingerprint: Mapping[str, Any]) -> CostTable | None:
@@ -374,6 +423,21 @@ class _foreign:
 def _check_ms(ms: float, what: str, zero: bool = False) -> None:
     if not math.isfinite(ms) or ms < 0 or (ms == 0 and not zero):
         raise DraftgraphError(f"cost table: {what} is {ms} ms, expected a positive number")
+
+
+def _convex(row: np.ndarray, first: int) -> np.ndarray:
+    """The largest convex function below row[first:]; what is before stays as it is."""
+    corners: list[int] = []
+    for n in range(first, len(row)):
+        while len(corners) > 1:
+            a, b = corners[-2:]
+            if (row[b] - row[a]) * (n - a) < (row[n] - row[a]) * (b - a):
+                break
+            corners.pop()
+        corners.append(n)
+    below = row.copy()
+    below[first:] = np.interp(np.arange(first, len(row)), corners, row[corners])
+    return below
 
 
 def _isotonic(values: Sequence[float]) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,9 @@ class Engine:
                     confidence=confidence,
                     threshold=np.array([r.params.threshold for r in running]),
                     sampled=np.array([r.params.draft_temperature > 0 for r in running]) & asks,
-                    lagged=lagged_survival([r.survivals for r in running], self.gamma),
+                    lagged=lagged_survival(
+                        [r.survivals for r in running], self.gamma, self._hoped_for
+                    ),
                     costs=self.costs,
                     min_gain=min(
                         r.params.min_gain for r in running if r.params.scheduler == policy
@@ -348,7 +350,7 @@ class Engine:
         count, total = len(running), len(running) + sum(lengths)
         if not self.costs.covers(count, total):
             return  # the schedules verify everything then
-        spent = self.costs.step_ms(count, total)
+        spent = self.costs.step_ms(count, total, 1 + max(lengths))
         if drafts:
             spent += self.costs.draft(len(drafts))
             spent += sum(r.outlook.pending_ms for r in running if r.outlook and r.slot in drafts)
@@ -433,9 +435,15 @@ class Engine:
         return OffSwitch(
             self.costs,
             self.gamma,
-            strongest=None if known is None or not known.strongest else np.array(known.strongest),
+            strongest=self._hoped_for,
             weakest=None if known is None or not known.weakest else np.array(known.weakest),
         )
+
+    @property
+    def _hoped_for(self) -> np.ndarray | None:
+        """[γ] survivals of the calibration's strongest prompts: what a new request may show."""
+        known = self.calibration
+        return None if known is None or not known.strongest else np.array(known.strongest)
 
     # The public calls
 
@@ -471,10 +479,12 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculative: bool = True,
+        on_step: Callable[[Sequence[Request]], None] | None = None,
     ) -> list[Output]:
         """Decode many prompts, up to `max_requests` at a time; outputs in the order of prompts.
 
-        params: one for all or one for each. Request i draws with number i.
+        params: one for all or one for each. Request i draws with number i. on_step is called after
+        every step with all requests, to watch what they do.
         """
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -491,6 +501,8 @@ class Engine:
         self._waiting.extend(requests)
         while self.busy:
             self.step()
+            if on_step is not None:
+                on_step(requests)
         return [self.output(r) for r in requests]
 
     def generate(

@@ -10,9 +10,10 @@ drafts of a batch share their cost, so the requests are chosen together: by decr
 as many as make Θ largest, and none where it gains less than a minimum over plain decoding.
 
 What is not known yet has to be tried. A new request begins with what the strongest prompts of the
-calibration did (with survival 1 without a calibration), and one that was left out is tried again
-after a wait. Such trials are paid from an allowance: a share of the plain decoding time, against
-which the losses of all drafted steps are booked as their predicted tokens tell.
+calibration did (with survival 1 without a calibration), or more and more what the requests before
+it did; one that was left out is tried again after a wait. Such trials are paid from an allowance: a
+share of the plain decoding time, against which the losses of all drafted steps are booked as their
+predicted tokens tell.
 
 Exact: the choice is made before the draft, from past rounds only.
 """
@@ -28,6 +29,7 @@ import numpy as np
 
 from ..graphs.errors import DraftgraphError
 from .costs import CostTable
+from .scheduler import wider
 
 # Rounds until a trial counts as known.
 TRIAL = 3
@@ -92,19 +94,22 @@ class OffSwitch:
     share: of plain decoding time that losses may reach, over the horizon of the longest running
     request or the time since the start, whichever is longer. A trial must fit in what is left of
     it even if it turns out as the weakest prompts of the calibration did (as if nothing were
-    accepted, without a calibration). min_gain: of Θ over plain decoding. decay: weight of the past
-    in an outlook, per drafted round. The wait before another trial lasts until the share has paid
-    for the last one, and doubles with every time that a request is left out; it is four times as
-    long before the first trial of a request that does not pay by the calibration.
+    accepted, without a calibration), or as the requests before let fear. min_gain: of Θ over plain
+    decoding; what few rounds showed is chosen for being good, so it tends to fall short. decay:
+    weight of the past in an outlook, per drafted round. The wait before another trial lasts until
+    the share has paid for the last one, and doubles with every time that a request is left out; it
+    is four times as long before the first trial of a request that does not pay by what is known
+    before. memory: weight of the past in what the requests before a new one showed, per request.
     """
 
     costs: CostTable
     gamma: int
     strongest: np.ndarray | None = None
     weakest: np.ndarray | None = None
-    share: float = 0.02
-    min_gain: float = 0.02
+    share: float = 0.015
+    min_gain: float = 0.05
     decay: float = 0.9
+    memory: float = 0.75
 
     loss_ms: float = field(default=0.0, init=False)  # gains pay it back, down to 0
     _plain_ms: float = field(default=0.0, init=False)  # plain decoding of the tokens so far
@@ -112,6 +117,10 @@ class OffSwitch:
     # certain that none drafts; and, by numbers of requests, what their trials lose.
     _idle: tuple[Any, int] = field(default=(None, 0), init=False, repr=False)
     _least: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False)
+    _lost: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
+    # What requests showed in their first trials, and how many are behind it.
+    _before: Any = field(default=0.0, init=False, repr=False)
+    _behind: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1 or self.min_gain < 0 or not 0 <= self.decay < 1:
@@ -121,8 +130,17 @@ class OffSwitch:
 
     def outlook(self, horizon: int) -> Outlook:
         """Of a new request."""
-        begin = np.ones(self.gamma) if self.strongest is None else self.strongest
-        return Outlook(horizon, np.array(begin, np.float64))
+        return Outlook(horizon, self._expected(self._hoped_for()))
+
+    def _hoped_for(self) -> np.ndarray:
+        return np.ones(self.gamma) if self.strongest is None else self.strongest
+
+    def _feared(self) -> np.ndarray:
+        return np.zeros(self.gamma) if self.weakest is None else self.weakest
+
+    def _expected(self, guess: np.ndarray) -> np.ndarray:
+        """[γ] survivals of a new request: a guess counts as one of the requests before it."""
+        return (guess + self._behind * self._before) / (1 + self._behind)
 
     def choose(self, outlooks: Sequence[Outlook], requests: int, others: int = 0) -> list[bool]:
         """Which of the outlooks draft in a round of R = `requests`, of which `others` draft anyway.
@@ -186,6 +204,12 @@ class OffSwitch:
                 continue
             assert survival is not None
             o.add(survival, self.decay)
+            if o.drafted == TRIAL and not o.left_out:
+                behind = self.memory * self._behind
+                self._before = (behind * self._before + o.seen) / (behind + 1)
+                self._behind = behind + 1
+                self._lost.clear()
+                self._least.clear()
 
     def _best(self, outlooks: Sequence[Outlook], requests: int, others: int) -> list[Outlook]:
         """The set with the largest Θ. Sizes are tried in powers of two: a batch may be large."""
@@ -196,10 +220,10 @@ class OffSwitch:
         for size in sorted({1 << i for i in range(len(ranked).bit_length())} | {len(ranked)}):
             if not 0 < size <= len(ranked):
                 continue
-            values = np.sort(np.concatenate([o.survival for o in ranked[:size]]))[::-1]
-            tokens = requests + np.concatenate([[0.0], np.cumsum(values)])
-            times = row[requests : requests + len(tokens)] + self.costs.draft(others + size)
-            theta = float((tokens / times).max())
+            survivals = np.stack([o.survival for o in ranked[:size]], axis=1)
+            theta = float(
+                self._theta(survivals, requests, self.costs.draft(others + size))[0].max()
+            )
             if theta >= best:
                 best, chosen = theta, size
         return ranked[:chosen]
@@ -266,15 +290,31 @@ class OffSwitch:
         return pending + self._trial_ms(len(trials), drafting, requests, others)
 
     def _trial_ms(self, trials: int, drafting: int, requests: int, others: int) -> float:
-        """What a step loses to its trials, fully verified, if they do as the weakest do."""
+        """What a step loses to its trials, scheduled as hoped, if they do as the weakest do."""
         idle = self.costs.draft(others + drafting - trials) if others + drafting > trials else 0.0
         return self.costs.draft(others + drafting) - idle + self._verify_ms(trials, requests)
 
     def _verify_ms(self, trials: int, requests: int) -> float:
         """The part of it that is not drafting."""
-        row, verified = self.costs.row(requests), trials * self.gamma
-        gained = 0.0 if self.weakest is None else trials * float(self.weakest.sum())
-        return float(row[requests + verified] - row[requests] * (1 + gained / requests))
+        lost = self._lost.get((trials, requests))
+        if lost is None:
+            survivals = np.repeat(self._hoped_for()[:, None], trials, axis=1)
+            theta, times = self._theta(survivals, requests, self.costs.draft(trials))
+            tokens = int(theta.argmax())
+            width = -(-tokens // trials)
+            gained = tokens * float(self._expected(self._feared())[:width].mean()) if tokens else 0
+            lost = float(times[tokens]) - self._plain(requests) * (1 + gained / requests)
+            self._lost[trials, requests] = lost
+        return lost
+
+    def _theta(
+        self, survivals: np.ndarray, requests: int, draft_ms: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """By verified tokens: Θ, and ms of the target step. survivals: [γ, drafting requests]."""
+        values = np.sort(survivals, axis=None)[::-1]
+        tokens = requests + np.concatenate([[0.0], np.cumsum(values)])
+        times = self.costs.times(requests, len(values), wider(survivals, values))
+        return tokens / (times + draft_ms), times
 
     def _wait(self, o: Outlook, requests: int) -> int:
         """Plain rounds before another trial."""

@@ -7,7 +7,8 @@ yields Σ (1 + Σ_{j≤ℓ_r} a_{r,j}) expected tokens; its predicted throughput
 
     Θ(n) = (R + the sum of the survivals of n verified tokens) / (draft_ms + T(R, R + n))
 
-with T from a measured `CostTable` (DSpark, arXiv 2607.05147, section 3.2). The cost-based policies
+with T from a measured `CostTable` (DSpark, arXiv 2607.05147, section 3.2), the padding that these n
+tokens make included. The cost-based policies
 differ in how they choose the budget n. All of them split it the same way: the n largest current
 survivals, ties by earlier position, then by lower request index. Survival never rises along a
 request, so such a set is a prefix of every block.
@@ -27,7 +28,7 @@ drafts it may only use those of earlier rounds; only `live-argmax` takes the cur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,9 @@ NOT_COVERED = "verified all: the cost table does not cover this batch; profile l
 LOW_GAIN = "verified all: the predicted gain of a trim is below the minimum"
 
 MIN_GAIN = 0.02
+# Of many requests one nearly always verifies its whole block, so that padding is the same for all
+# budgets and is not worth the microseconds of telling them apart.
+PADDING_UP_TO = 64
 LAG = 2  # rounds between the survivals that set a budget and the round that spends it
 
 
@@ -55,9 +59,9 @@ class ScheduleInput:
     limits: [R] int, most tokens each request may verify (0: it did not draft). confidence: [R, γ]
     calibrated c_k, None without a head. threshold: [R], for `threshold`. sampled: [R] bool, the
     request's draft was drawn at random; None counts every draft as drawn. lagged: [R, γ] survivals
-    of `LAG` rounds before, 1 for requests that are newer (see `lagged_survival`); None: all are
-    new. costs: target times; None: nothing measured. draft_ms: time of the draft; None takes the
-    table's. min_gain: the guard's margin on Θ, as a fraction; 0 switches the guard off.
+    of `LAG` rounds before, 1 or a guess for requests that are newer (see `lagged_survival`); None:
+    all are new, 1. costs: target times; None: nothing measured. draft_ms: time of the draft; None
+    takes the table's. min_gain: the guard's margin on Θ, as a fraction; 0 switches the guard off.
     """
 
     limits: np.ndarray
@@ -86,12 +90,14 @@ def survival(confidence: np.ndarray) -> np.ndarray:
     return np.cumprod(confidence, axis=1, dtype=np.float64)
 
 
-def lagged_survival(histories: Sequence[Sequence[np.ndarray]], gamma: int) -> np.ndarray:
-    """[R, γ]: each request's survivals of `LAG` rounds before; 1 where it has no such round yet.
+def lagged_survival(
+    histories: Sequence[Sequence[np.ndarray]], gamma: int, new: np.ndarray | None = None
+) -> np.ndarray:
+    """[R, γ]: each request's survivals of `LAG` rounds before; `new` where it has none yet.
 
-    histories: per request, the survivals [γ] of its past rounds, oldest first.
+    histories: per request, the survivals [γ] of its past rounds, oldest first. new: [γ], None: 1.
     """
-    new = np.ones(gamma)
+    new = np.ones(gamma) if new is None else new
     return np.stack([h[-LAG] if len(h) >= LAG else new for h in histories])
 
 
@@ -139,31 +145,34 @@ def _threshold(data: ScheduleInput) -> Schedule:
 def early_stop(data: ScheduleInput) -> Schedule:
     """Algorithm 1: add tokens by decreasing survival while Θ rises; stop at the first that fails.
 
-    Inside a flat step of the cost table every further token raises Θ; at a step's edge Θ may drop,
-    and the search stops there even if a later step would win again.
+    No single token pays for the whole step at the edge of a staircase, so the rule alone would
+    never cross one. It is applied to the largest convex function below the measured times, then
+    once more, from there on, to the times themselves: a step that was begun is filled.
 
     Exact: whether (r, j) is reached and kept depends on the tokens visited before it, which are
     (r, 1 … j-1) and tokens of other requests, and on a_{r,j} itself. The positions after j are
-    never visited earlier, and the sums run in visiting order, so they cannot matter. The guard
-    takes what the same search would have gained on the survivals of `LAG` rounds before, which
-    are independent of the current draft.
+    never visited earlier, and sums and widths run in visiting order, so they cannot matter. The
+    guard takes what the same search would have gained on the survivals of `LAG` rounds before,
+    which are independent of the current draft.
     """
     problem = _prepare(data)
     if isinstance(problem, Schedule):
         return problem
     if data.min_gain > 0:
-        past = problem.curve(problem.order(problem.past()))
-        if past[_first_peak(past)] < (1 + data.min_gain) * past[-1]:
+        past = problem.past()
+        budget, curve = problem.first_stop(past, problem.order(past))
+        if curve[budget] < (1 + data.min_gain) * curve[-1]:
             return Schedule(data.limits, LOW_GAIN)
     values = problem.order(problem.current)
-    return problem.split(_first_peak(problem.curve(values)), values)
+    budget, _ = problem.first_stop(problem.current, values)
+    return problem.split(budget, values)
 
 
 def lagged(data: ScheduleInput) -> Schedule:
     """Budget from the survivals of `LAG` rounds before, split over the current ones.
 
     The budget is the unconstrained argmax of Θ over the whole staircase (the fewest tokens among
-    equals); new requests count with survival 1, so they ask for everything. This is what the
+    equals); a new request with survival 1 asks for everything. This is what the
     paper runs: the budget is known before the draft, and a step's edge does not end the search.
 
     Exact: the budget and the guard are functions of earlier rounds only; given the budget K, slot
@@ -173,7 +182,7 @@ def lagged(data: ScheduleInput) -> Schedule:
     problem = _prepare(data)
     if isinstance(problem, Schedule):
         return problem
-    past = problem.curve(problem.order(problem.past()))
+    past = problem.curve(problem.past())
     budget = int(past.argmax())
     if past[budget] < (1 + data.min_gain) * past[-1]:
         return Schedule(data.limits, LOW_GAIN)
@@ -202,7 +211,7 @@ def _live_argmax(data: ScheduleInput) -> Schedule:
     if isinstance(problem, Schedule):
         return problem
     values = problem.order(problem.current)
-    curve = problem.curve(values)
+    curve = problem.curve(problem.current, values)
     budget = int(curve.argmax())
     if curve[budget] < (1 + data.min_gain) * curve[-1]:
         return Schedule(data.limits, LOW_GAIN)
@@ -225,9 +234,35 @@ COST_BASED = frozenset({"early-stop", "lagged", "live-argmax"})
 # The shared machinery
 
 
+def _descending(values: np.ndarray) -> np.ndarray:
+    flat = values.flatten(order="K")  # memory order: no transposition on the way
+    flat.sort()
+    return flat[::-1]
+
+
+def wider(survivals: np.ndarray, values: np.ndarray) -> list[int]:
+    """The numbers of tokens from which on a step that verifies the largest has a wider request.
+
+    survivals: [γ, R], falling along γ. values: [n] the n largest of them, largest first. Entry j
+    is the first count that includes a token of position j. Ties as in `split`: earlier position
+    first.
+    """
+    ascending = values[::-1]
+    best = survivals.max(axis=1)
+    not_larger = ascending.searchsorted(best, "right").tolist()
+    smaller = ascending.searchsorted(best, "left").tolist()
+    counts = []
+    for position, (upper, lower) in enumerate(zip(not_larger, smaller, strict=True)):
+        larger = len(values) - upper
+        if upper - lower > 1:
+            larger += int(np.count_nonzero(survivals[:position] == best[position]))
+        counts.append(larger + 1)
+    return counts
+
+
 @dataclass(frozen=True)
 class _Problem:
-    """Current survivals and the times of every budget.
+    """Current survivals and how to weigh any.
 
     Survivals lie in position order, [γ, R], with -1 beyond a request's limit: sums over requests
     are then long and contiguous, and flat order is the order of ties.
@@ -236,7 +271,8 @@ class _Problem:
     data: ScheduleInput
     current: np.ndarray
     total: int  # Σ limits
-    times: np.ndarray  # [total + 1] ms: draft and target when n = 0 … total tokens are verified
+    costs: CostTable
+    draft_ms: float
 
     @property
     def requests(self) -> int:
@@ -255,19 +291,36 @@ class _Problem:
             raise DraftgraphError("lagged survivals must lie in [0, 1] and be finite")
         return _mask(lagged.T, self.data.limits)
 
-    def order(self, values: np.ndarray) -> np.ndarray:
+    def order(self, survivals: np.ndarray) -> np.ndarray:
         """[total] the survivals within the limits, largest first."""
-        flat = values.flatten(order="K")  # memory order: no transposition on the way
-        flat.sort()
-        return flat[::-1][: self.total]
+        return _descending(survivals)[: self.total]
 
-    def curve(self, values: np.ndarray) -> np.ndarray:
-        """[total + 1] Θ in tokens per ms. Entry n is a function of values[:n] alone."""
+    def curve(self, survivals: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+        """[total + 1] Θ in tokens per ms of survivals [γ, R]; `values`: their `order`, when known.
+
+        Entry n is a function of the n largest alone.
+        """
+        if values is None:
+            values = self.order(survivals)
+        return next(self._curves(survivals, values, (False,)))
+
+    def first_stop(self, survivals: np.ndarray, values: np.ndarray) -> tuple[int, np.ndarray]:
+        """The budget of `early_stop`, and the curve."""
+        smooth, curve = self._curves(survivals, values, (True, False))
+        begun = _first_peak(smooth)
+        return begun + _first_peak(curve[begun:]), curve
+
+    def _curves(
+        self, survivals: np.ndarray, values: np.ndarray, smooth: Sequence[bool]
+    ) -> Iterator[np.ndarray]:
         tokens = np.empty(self.total + 1)
         tokens[0] = self.requests
         tokens[1:] = values
         np.cumsum(tokens, out=tokens)
-        return tokens / self.times
+        counts = wider(survivals, values) if self.requests <= PADDING_UP_TO else None
+        for each in smooth:
+            times = self.costs.times(self.requests, self.total, counts, smooth=each)
+            yield tokens / (times + self.draft_ms)
 
     def split(self, budget: int, values: np.ndarray | None = None) -> Schedule:
         """The `budget` largest current survivals; `values`: them sorted, when already known."""
@@ -301,15 +354,13 @@ def _prepare(data: ScheduleInput) -> _Problem | Schedule:
     requests, total = len(limits), int(limits.sum())
     if not costs.covers(requests, requests + total):
         return Schedule(limits, NOT_COVERED)
-    row = costs.row(requests)
-    times = row[requests : requests + total + 1]
     if costs.is_flat(requests):
         return Schedule(limits, FLAT_COSTS)
     draft_ms = costs.draft(requests) if data.draft_ms is None else data.draft_ms
     current = data.confidence.T.astype(np.float64, order="C")
     for j in range(1, len(current)):  # `survival`, faster for a short γ
         current[j] *= current[j - 1]
-    return _Problem(data, _mask(current, limits), total, times + draft_ms)
+    return _Problem(data, _mask(current, limits), total, costs, draft_ms)
 
 
 def _check_confidence(confidence: np.ndarray) -> None:

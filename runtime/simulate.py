@@ -235,7 +235,8 @@ def _replay(
         count = int(schedule.lengths.sum())
         tokens += requests + int(accepted.sum())
         verified += count
-        milliseconds += costs.draft(requests) + costs.step_ms(requests, requests + count)
+        width = 1 + int(schedule.lengths.max())
+        milliseconds += costs.draft(requests) + costs.step_ms(requests, requests + count, width)
         statuses[schedule.status] = statuses.get(schedule.status, 0) + 1
     throughput = 1e3 * tokens / milliseconds
     return Point(

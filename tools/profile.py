@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -28,11 +28,11 @@ def profile(
     """Median times of target steps and drafts for every (requests, tokens) cell.
 
     batches: numbers of requests R. Cells of a batch go from R tokens to R · (γ + 1), in steps of
-    about R / 4. Half of the passes spread the tokens evenly over the requests, half give them to as
-    few as possible, and a cell is the mean of both medians: attention runs on the padded view, so
-    an uneven step costs more, and schedules lie in between. context: committed rows of every
-    request. All sessions are alive and take turns, as in decoding: a pass runs each cell and one
-    draft.
+    about R / 4. Half of the passes spread the tokens evenly over the requests; their medians are
+    the cells. Half give them to as few as possible: attention runs on the padded view, so such a
+    step costs more, and by how much for each cell of padding is fitted for each R. context:
+    committed rows of every request. All sessions are alive and take turns, as in decoding: a pass
+    runs each cell and one draft.
     """
     gamma, longest = engine.gamma, engine.longest
     if not batches or any(r < 1 for r in batches):
@@ -47,6 +47,7 @@ def profile(
     cells: dict[tuple[int, int], float] = {}
     samples: dict[tuple[int, int], int] = {}
     drafts: dict[int, float] = {}
+    pads: dict[int, float] = {}
     report(f"a prompt of {context} tokens into the drafter's cache, {repeat} passes")
     prompt_ms = _measure_context(engine, context, repeat)
     for requests in sorted(set(batches)):
@@ -54,13 +55,15 @@ def profile(
         report(f"{requests} requests: {len(steps)} widths, {repeat} passes")
         times, drafting = _measure(engine, requests, steps, context, repeat)
         for tokens in steps:
-            halves = [times[tokens, uneven] for uneven in (False, True)]
-            cells[requests, tokens] = round(statistics.mean(map(statistics.median, halves)), 3)
-            samples[requests, tokens] = sum(map(len, halves))
+            even = times[tokens, False] + (times[tokens, True] if requests == 1 else [])
+            cells[requests, tokens] = round(statistics.median(even), 3)
+            samples[requests, tokens] = len(even)
+        if requests > 1:
+            pads[requests] = round(_padding(requests, gamma, times), 5)
         drafts[requests] = round(statistics.median(drafting), 3)
     engine.backend.reset(1)
     context_ms = round(prompt_ms / context, 5)
-    return CostTable(cells, drafts, engine.backend.fingerprint(), samples, context_ms)
+    return CostTable(cells, drafts, engine.backend.fingerprint(), samples, context_ms, pads)
 
 
 def _steps(requests: int, gamma: int) -> list[int]:
@@ -78,6 +81,17 @@ def split(requests: int, tokens: int, gamma: int, uneven: bool) -> np.ndarray:
     widths = np.full(requests, tokens // requests)
     widths[: tokens % requests] += 1
     return widths
+
+
+def _padding(requests: int, gamma: int, times: Mapping[tuple[int, bool], Sequence[float]]) -> float:
+    """ms of a padded cell: least squares over the steps that were measured both ways."""
+    cells, longer = [], []
+    for tokens in {n for n, _ in times}:
+        even, uneven = (split(requests, tokens, gamma, kind).max() for kind in (False, True))
+        cells.append(requests * (uneven - even))
+        medians = [statistics.median(times[tokens, kind]) for kind in (False, True)]
+        longer.append(medians[1] - medians[0])
+    return max(0.0, float(np.dot(cells, longer) / np.dot(cells, cells)))
 
 
 def _measure_context(engine: Engine, context: int, repeat: int) -> float:

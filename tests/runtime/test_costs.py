@@ -36,7 +36,7 @@ FINGERPRINT = {
 @pytest.fixture
 def table() -> CostTable:
     cells = {(1, 1): 10.0, (1, 4): 12.0, (1, 8): 20.0, (4, 4): 15.0, (4, 16): 30.0, (4, 32): 60.0}
-    return CostTable(cells, {1: 3.0, 4: 5.0}, FINGERPRINT, context_ms=0.05)
+    return CostTable(cells, {1: 3.0, 4: 5.0}, FINGERPRINT, context_ms=0.05, pad_ms={4: 0.25})
 
 
 def test_lookup_rounds_up_and_never_interpolates(table: CostTable) -> None:
@@ -44,6 +44,32 @@ def test_lookup_rounds_up_and_never_interpolates(table: CostTable) -> None:
     assert table.step_ms(2, 2) == table.step_ms(4, 4) == 15  # 2 requests run as 4
     assert table.step_ms(3, 17) == 60
     assert [table.draft(r) for r in (1, 2, 4)] == [3, 5, 5]
+
+
+def test_uneven_steps_pay_for_their_padding(table: CostTable) -> None:
+    assert table.step_ms(4, 11, width=3) == table.step_ms(4, 11) == 30  # 4 · 3 cells either way
+    assert table.step_ms(4, 11, width=8) == 30 + 0.25 * 4 * (8 - 3)
+    assert table.step_ms(3, 11, width=8) == 30 + 0.25 * 3 * (8 - 4)
+    assert table.step_ms(1, 5, width=5) == table.step_ms(1, 5)
+    # 4 to 9 tokens: the first goes to one request, as do the second and the third.
+    times = table.times(4, 5, [1, 2, 3, 9])
+    widths = [1, 2, 3, 4, 4, 4]
+    assert times.tolist() == [table.step_ms(4, 4 + n, w) for n, w in enumerate(widths)]
+    even = [15.0, *[30.0] * 5]
+    assert table.times(4, 5, None).tolist() == table.row(4)[4:10].tolist() == even
+
+
+def test_the_smooth_table_is_the_largest_convex_function_below(table: CostTable) -> None:
+    smooth = table.times(1, 7, [1, 2, 3, 4, 5, 6, 7], smooth=True)
+    corners = [(1, 10.0), (4, 12.0), (8, 20.0)]
+    expected = np.interp(np.arange(1, 9), *zip(*corners, strict=True))
+    np.testing.assert_allclose(smooth, expected)
+    # With padding: of what the steps would cost without it.
+    bare = [table.step_ms(4, n) - 0.25 * 4 * -(-n // 4) for n in range(4, 33)]
+    padding = 0.25 * 4 * 2
+    smooth = table.times(4, 28, [1], smooth=True)
+    assert np.all(smooth[1:] <= np.array(bare[1:]) + padding + 1e-9)
+    assert np.all(np.diff(smooth[1:], 2) > -1e-9)
 
 
 def test_lookup_beyond_the_measured_cells(table: CostTable) -> None:

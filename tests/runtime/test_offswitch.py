@@ -141,13 +141,40 @@ def test_a_calibration_tells_what_to_expect() -> None:
 
 
 def test_what_does_not_pay_by_the_calibration_is_tried_late() -> None:
-    """A trial costs at most 9 + 7 ms, which 2 % of 40 plain rounds of 20 ms pay for; four times as
-    many pass. Then the text may be better than that of the calibration."""
+    """The schedule would verify one token, so a trial costs at most 9 + 1 ms, which 1.5 % of 34
+    plain rounds of 20 ms pay for; four times as many pass. Then the text may be better than that of
+    the calibration."""
     switch = OffSwitch(table(), GAMMA, strongest=survival(0.2), weakest=survival(0.0))
     decoder = Decoder(switch, [64])
     decoder.run(300, [0.8])
-    assert decoder.drafted.index([True]) == 4 * 40
-    assert all(d == [True] for d in decoder.drafted[160:])
+    assert decoder.drafted.index([True]) == 4 * 34
+    assert all(d == [True] for d in decoder.drafted[4 * 34 :])
+
+
+def test_requests_learn_from_those_before() -> None:
+    """What one showed in its trial counts as much as the calibration's guess, what came before it
+    three quarters."""
+    switch = OffSwitch(table(draft=2.0), GAMMA, strongest=survival(0.8), weakest=survival(0.1))
+    np.testing.assert_allclose(switch.outlook(64).survival, survival(0.8))
+    for _ in range(2):
+        outlook = switch.outlook(64)
+        for _ in range(TRIAL):
+            switch.observe([outlook], [True], [1.5], [survival(0.4)], step_ms=30.0)
+    weight = 1 + 0.75
+    expected = (survival(0.8) + weight * survival(0.4)) / (1 + weight)
+    np.testing.assert_allclose(switch.outlook(64).survival, expected)
+
+
+def test_a_trial_may_cost_more_where_drafts_paid_before() -> None:
+    def after(p: float) -> bool:
+        switch = OffSwitch(table(), GAMMA, strongest=survival(0.8), weakest=survival(0.0))
+        outlook = switch.outlook(16)
+        for _ in range(TRIAL):
+            switch.observe([outlook], [True], [1.5], [survival(p)], step_ms=20.0)
+        return any(switch.choose([switch.outlook(16)], 1))
+
+    assert after(0.8)
+    assert not after(0.0)
 
 
 def test_an_outlook_is_a_mean_that_forgets() -> None:

@@ -23,15 +23,21 @@ COST_BASED = ["early-stop", "lagged", "live-argmax"]
 
 
 def staircase(rng: np.random.Generator, requests: int, gamma: int) -> CostTable:
-    """Random measured widths, random non-decreasing times with flat parts, random draft time."""
+    """Random measured widths, non-decreasing times with flat parts, draft time and padding.
+
+    Times are multiples of 1/1024 ms, so that sums are exact and ties are ties.
+    """
     widths = np.arange(requests, requests * (gamma + 1) + 1)
     ends = {int(widths[0]), int(widths[-1])}
     kept = sorted({*rng.choice(widths, size=len(widths) // 2).tolist(), *ends})
-    times = 1 + np.cumsum(rng.exponential(0.4, len(kept)) * (rng.random(len(kept)) < 0.6))
-    if times[-1] == times[0]:
+    jumps = rng.exponential(0.4, len(kept)) * (rng.random(len(kept)) < 0.6)
+    times = 1 + np.cumsum(np.round(1024 * jumps) / 1024)
+    if times[-1] < 1.1 * times[0]:  # it would count as flat
         times[-1] += 1
     cells = {(requests, n): float(t) for n, t in zip(kept, times, strict=True)}
-    return CostTable(cells, {requests: float(rng.exponential(0.3))})
+    draft = float(np.round(1024 * rng.exponential(0.3)) / 1024)
+    pad = float(rng.choice([0.0, 1 / 64, 1 / 4]))
+    return CostTable(cells, {requests: draft}, pad_ms={requests: pad})
 
 
 def problem(rng: np.random.Generator, min_gain: float = 0.0) -> ScheduleInput:
@@ -61,23 +67,43 @@ def ranked(values: np.ndarray, limits: np.ndarray) -> list[tuple[float, int, int
     return sorted(found, key=lambda x: (-x[0], x[2], x[1]))
 
 
-def throughput(data: ScheduleInput, chosen: list[tuple[float, int, int]]) -> float:
+def largest_convex_below(values: list[float], n: int) -> float:
+    chords = [
+        values[a] + (values[b] - values[a]) * (n - a) / (b - a)
+        for a in range(n)
+        for b in range(n + 1, len(values))
+    ]
+    return min([values[n], *chords])
+
+
+def throughput(
+    data: ScheduleInput, chosen: list[tuple[float, int, int]], smooth: bool = False
+) -> float:
     assert data.costs is not None
     requests = len(data.limits)
     tokens = float(requests)
     for value, _, _ in chosen:
         tokens += value
-    time = data.costs.draft(requests) + data.costs.step_ms(requests, requests + len(chosen))
-    return tokens / time
+    widest = max((j + 2 for _, _, j in chosen), default=1)
+    column = data.costs.pad_ms[requests] * requests
+    without_padding = [
+        data.costs.step_ms(requests, n) - column * -(-n // requests)
+        for n in range(requests, data.costs.max_tokens(requests) + 1)
+    ]
+    n = len(chosen)
+    time = largest_convex_below(without_padding, n) if smooth else without_padding[n]
+    return tokens / (data.costs.draft(requests) + time + column * widest)
 
 
 def slow_early_stop(data: ScheduleInput, values: np.ndarray) -> int:
     order = ranked(values, data.limits)
     count = 0
-    while count < len(order):
-        if throughput(data, order[: count + 1]) <= throughput(data, order[:count]):
-            break
-        count += 1
+    for smooth in (True, False):
+        while count < len(order):
+            now, then = (throughput(data, order[:n], smooth) for n in (count, count + 1))
+            if then <= now * (1 + 1e-12):  # equal, but for rounding
+                break
+            count += 1
     return count
 
 
@@ -189,17 +215,39 @@ def test_ties_earlier_position_then_request() -> None:
     assert POLICIES["early-stop"](data).lengths.tolist() == [1, 1, 0]
 
 
-def test_early_stop_halts_at_an_edge_that_lagged_crosses() -> None:
+@pytest.mark.parametrize("name", ["early-stop", "lagged"])
+@pytest.mark.parametrize(("confidence", "verified"), [(0.99, 3), (0.3, 0)])
+def test_an_edge_is_crossed_where_the_whole_step_pays(
+    name: str, confidence: float, verified: int
+) -> None:
+    """The first token alone does not: 1.99 tokens in 2.1 ms, against 1 in 1 ms."""
     cells = {(1, 1): 1.0, (1, 2): 2.1, (1, 3): 2.1, (1, 4): 2.1, (1, 5): 9.0}
     data = ScheduleInput(
         limits=np.array([4]),
-        confidence=np.full((1, 4), 0.99),
-        lagged=survival(np.full((1, 4), 0.99)),
+        confidence=np.full((1, 4), confidence),
+        lagged=survival(np.full((1, 4), confidence)),
         costs=CostTable(cells),
         min_gain=0.0,
     )
-    assert POLICIES["early-stop"](data).lengths.tolist() == [0]
-    assert POLICIES["lagged"](data).lengths.tolist() == [3]
+    assert POLICIES[name](data).lengths.tolist() == [verified]
+
+
+@pytest.mark.parametrize("name", COST_BASED)
+def test_padding_is_priced(name: str) -> None:
+    """A step takes 10 ms, 0.5 ms for each token and 1 ms for each of 3 · width cells."""
+    cells = {(3, n): 10 + 0.5 * n + 3.0 * -(-n // 3) for n in range(3, 13)}
+    confidence = np.array([[0.9, 0.9, 0.9], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]])
+    data = ScheduleInput(
+        limits=np.full(3, 3),
+        confidence=confidence,
+        lagged=survival(confidence),
+        sampled=np.zeros(3, bool),
+        costs=CostTable(cells),
+        min_gain=0.0,
+    )
+    assert POLICIES[name](data).lengths.tolist() == [3, 0, 0]
+    padded = replace(data, costs=CostTable(cells, pad_ms={3: 1.0}))
+    assert POLICIES[name](padded).lengths.tolist() == [2, 0, 0]
 
 
 def test_flat_part_is_filled() -> None:
@@ -341,7 +389,7 @@ def test_guard_from_current_survivals_would_be_biased() -> None:
         assert data.confidence is not None
         return POLICIES["early-stop"](replace(data, lagged=survival(data.confidence)))
 
-    costs = CostTable({(1, 1): 1.0, (1, 2): 1.9, (1, 3): 1.9})
+    costs = CostTable({(1, 1): 1.0, (1, 2): 2.5, (1, 3): 2.6})
     data = replace(APPENDIX_A, costs=costs, min_gain=0.02)
     found = enumerate_first(live_guard, data, TELL)
     assert abs(found[0, 0] - P[0]) > 0.1
