@@ -1,23 +1,31 @@
 """Several schedules side by side: speed and acceptance by batch size and prompt file.
 
 Every group of prompts is decoded with every schedule in turn before the next group starts, so that
-all of them meet the same machine; speeds are ratios to plain decoding of the same pass.
+all of them meet the same machine; speeds are ratios to plain decoding of the same pass. A group has
+`WAVES` prompts for each slot: whoever ends makes room for the next, as in a server, and only rounds
+in which all slots decode are timed. (In a batch that none joins, what the fast requests gain would
+be lost in waiting for the slowest.)
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from ..graphs.errors import DraftgraphError
 from ..runtime import Engine, Output, SamplingParams
+from ..runtime.request import Request
 from ..runtime.scheduler import NO_CONFIDENCE, NO_COSTS, NOT_COVERED
 from .console import number, table
 from .prompts import PromptSet
 
 PLAIN = "plain"
+WAVES = 4
 # Why a schedule did the same as full.
 IDLE = {NO_CONFIDENCE, NO_COSTS, NOT_COVERED}
 
@@ -53,7 +61,8 @@ def parse_schedule(text: str, params: SamplingParams) -> Schedule:
 class Tally:
     """What one schedule did in one pass over a file at one batch size."""
 
-    decode_ms: float = 0.0
+    decode_ms: float = 0.0  # of the rounds in which all slots decode
+    timed_tokens: int = 0  # in that time
     tokens: int = 0  # after the first of each request
     rounds: int = 0
     committed: int = 0
@@ -63,9 +72,8 @@ class Tally:
     idle: set[str] = field(default_factory=set)  # of `IDLE`
 
     def add(self, outputs: Sequence[Output]) -> None:
-        """The outputs of one batch; prefill is not counted."""
+        """What became of a group of prompts."""
         stats = [o.stats for o in outputs]
-        self.decode_ms += max(s.total_ms for s in stats) - max(s.ttft_ms for s in stats)
         self.tokens += sum(s.generated_tokens - 1 for s in stats)
         self.ids += [o.token_ids for o in outputs]
         for s in stats:
@@ -76,13 +84,39 @@ class Tally:
             self.idle |= IDLE.intersection(s.schedules)
 
     @property
-    def speed(self) -> float:
-        """Tokens per second of decoding."""
-        return 1e3 * self.tokens / self.decode_ms
+    def ms_per_token(self) -> float:
+        """Of decoding, nan if nothing was timed."""
+        return self.decode_ms / self.timed_tokens if self.timed_tokens else math.nan
+
+
+class Watch:
+    """Adds the rounds in which `slots` requests decode to a tally; prefill is left out."""
+
+    def __init__(self, tally: Tally, slots: int) -> None:
+        self.tally, self.slots = tally, slots
+        self._counts: dict[int, int] = {}
+        self._last = time.perf_counter()
+
+    def __call__(self, requests: Sequence[Request]) -> None:
+        """After every step."""
+        now, begin = time.perf_counter(), self._last
+        decoded = []
+        for i, request in enumerate(requests):
+            count = len(request.generated)
+            if i not in self._counts and count:  # it joined: its first token is the prefill's
+                begin = max(begin, request.clock.first)
+                self._counts[i] = 1
+            if count > self._counts.get(i, 0):
+                decoded.append(count - self._counts[i])
+                self._counts[i] = count
+        if len(decoded) == self.slots:
+            self.tally.decode_ms += 1e3 * (now - begin)
+            self.tally.timed_tokens += sum(decoded)
+        self._last = time.perf_counter()
 
 
 class Sweep:
-    """The settings of one sweep. Batches that do not fill up are decoded as they are."""
+    """The settings of one sweep. A file of fewer prompts than slots is decoded with as many."""
 
     def __init__(
         self,
@@ -109,10 +143,11 @@ class Sweep:
             str(s.file): [self.engine.tokenizer.encode(p.formatted(self.chat)) for p in s.prompts]
             for s in sets
         }
-        self._decode(next(iter(jobs.values()))[:1], None)  # warm-up
+        self._decode(next(iter(jobs.values()))[:1], None, Tally())  # warm-up
         result: dict[str, Any] = {"batches": {}}
         reference: dict[str, list[list[int]]] = {}
         for batch in batches:
+            self.engine.max_requests = batch
             passes: list[dict[str, dict[str, Tally]]] = []
             for turn in range(self.repeat):
                 passes.append({f: self._pass(prompts, batch, turn) for f, prompts in jobs.items()})
@@ -130,15 +165,20 @@ class Sweep:
     def _pass(self, prompts: list[list[int]], batch: int, turn: int) -> dict[str, Tally]:
         ways = [Schedule(PLAIN, None), *self.schedules]
         tallies = {way.name: Tally() for way in ways}
-        for i, start in enumerate(range(0, len(prompts), batch)):
+        for i, group in enumerate(_groups(prompts, batch)):
             first = (turn + i) % len(ways)
             for way in (*ways[first:], *ways[:first]):
-                tallies[way.name].add(self._decode(prompts[start : start + batch], way.params))
+                self._decode(group, way.params, tallies[way.name])
         return tallies
 
-    def _decode(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Output]:
-        return self.engine.generate_batch(
-            prompts, params or self.plain, speculative=params is not None
+    def _decode(
+        self, prompts: list[list[int]], params: SamplingParams | None, tally: Tally
+    ) -> None:
+        watch = Watch(tally, min(self.engine.max_requests, len(prompts)))
+        tally.add(
+            self.engine.generate_batch(
+                prompts, params or self.plain, speculative=params is not None, on_step=watch
+            )
         )
 
     def _figures(self, passes: Sequence[dict[str, dict[str, Tally]]]) -> dict[str, Any]:
@@ -147,9 +187,9 @@ class Sweep:
         for name in (PLAIN, *(s.name for s in self.schedules)):
             ratios = []
             for files in passes:
-                # Time per token, summed over files: all decode the same tokens.
-                own = sum(t[name].decode_ms / t[name].tokens for t in files.values())
-                plain = sum(t[PLAIN].decode_ms / t[PLAIN].tokens for t in files.values())
+                # Time per token, summed over files: all count alike.
+                own = sum(t[name].ms_per_token for t in files.values())
+                plain = sum(t[PLAIN].ms_per_token for t in files.values())
                 ratios.append(plain / own)
             tallies = [t[name] for t in passes[0].values()]
             rounds, verified = sum(t.rounds for t in tallies), sum(t.verified for t in tallies)
@@ -157,9 +197,7 @@ class Sweep:
                 "speed": statistics.median(ratios),
                 "speed_range": [min(ratios), max(ratios)],
                 "tokens_per_s": statistics.median(
-                    1e3
-                    * sum(p[name].tokens for p in files.values())
-                    / sum(p[name].decode_ms for p in files.values())
+                    1e3 * len(files) / sum(p[name].ms_per_token for p in files.values())
                     for files in passes
                 ),
                 "tau": sum(t.committed for t in tallies) / rounds if rounds else None,
@@ -178,11 +216,21 @@ class Sweep:
         return tokens / steps
 
 
+def _groups(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
+    """`WAVES` prompts for each slot; what would not fill the slots goes with the last."""
+    count = max(1, (len(prompts) + WAVES * batch - batch) // (WAVES * batch))
+    ends = [WAVES * batch * (i + 1) for i in range(count - 1)]
+    return [prompts[a:b] for a, b in pairwise([0, *ends, len(prompts)])]
+
+
 def render(result: dict[str, Any], out: Any) -> None:
     """Tables by batch size: speed over plain by file, then acceptance over all files."""
     for batch, measured in result["batches"].items():
         names = {f: f.rsplit("/", 1)[-1].removesuffix(".jsonl") for f in measured["files"]}
-        out.print(f"\nbatch {batch}: speed over plain decoding, median (range) of passes")
+        out.print(
+            f"\nbatch {batch}: speed over plain decoding while {batch} requests decode, median "
+            "(range) of passes"
+        )
         rows = table("schedule", *names.values(), "all", "tok/s", "identical ids")
         for name, overall in measured["overall"].items():
             cells = [measured["files"][f][name] for f in names]

@@ -13,7 +13,7 @@ from helpers import run_cli_ok as ok
 
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.runtime import Engine, SamplingParams
-from draftgraph.tools.sweep import Tally, parse_schedule
+from draftgraph.tools.sweep import Tally, Watch, _groups, parse_schedule
 
 NAME, GAMMA = "qwen3-vanilla", 7
 PARAMS = SamplingParams(max_new_tokens=12, stop_ids=())
@@ -41,8 +41,8 @@ def test_a_schedule_that_is_none_is_named(text: str) -> None:
 def test_the_tally_counts_every_token_once(engine: Callable[..., Engine]) -> None:
     made = engine(NAME)
     prompts = [list(p["prompt"]) for p in load_golden(NAME).prompts]
-    outputs = made.generate_batch(prompts, PARAMS)
     tally = Tally()
+    outputs = made.generate_batch(prompts, PARAMS, on_step=Watch(tally, len(prompts)))
     tally.add(outputs)
     assert tally.ids == [o.token_ids for o in outputs]
     assert tally.tokens == sum(len(o.token_ids) - 1 for o in outputs)
@@ -53,7 +53,33 @@ def test_the_tally_counts_every_token_once(engine: Callable[..., Engine]) -> Non
         sum(r.verified for r in rounds),
         sum(r.accepted for r in rounds),
     )
+    assert 0 < tally.timed_tokens <= tally.tokens
     assert tally.decode_ms > 0
+
+
+def test_only_rounds_in_which_all_slots_decode_are_timed(engine: Callable[..., Engine]) -> None:
+    """Plain decoding of requests of 3, 3, 3, 9 and 5 tokens in two slots.
+
+    The first token of a request is the prefill's. Two and two decode together until 3 and 3 are
+    done; then 3 beside 9; then 5 beside the 9 that goes on.
+    """
+    made = Engine(engine(NAME).bundle, engine(NAME).backend, max_requests=2)
+    lengths = (3, 3, 3, 9, 5)
+    params = [SamplingParams(max_new_tokens=n, stop_ids=()) for n in lengths]
+    tally = Tally()
+    made.generate_batch([[5, 6, 7]] * 5, params, speculative=False, on_step=Watch(tally, slots=2))
+    assert tally.timed_tokens == 2 * (2 + 2 + 4)
+    assert tally.decode_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "sizes"), [(12, 4, [12]), (20, 4, [16, 4]), (19, 4, [19]), (9, 1, [4, 4, 1])]
+)
+def test_a_group_fills_the_slots(count: int, batch: int, sizes: list[int]) -> None:
+    prompts = [[i] for i in range(count)]
+    groups = _groups(prompts, batch)
+    assert [len(g) for g in groups] == sizes
+    assert [p for g in groups for p in g] == prompts
 
 
 def test_the_command_compares_schedules_by_batch_and_file(
