@@ -28,7 +28,7 @@ drafts it may only use those of earlier rounds; only `live-argmax` takes the cur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,8 +160,8 @@ def early_stop(data: ScheduleInput) -> Schedule:
         return problem
     if data.min_gain > 0:
         past = problem.past()
-        budget, curve = problem.first_stop(past, problem.order(past))
-        if curve[budget] < (1 + data.min_gain) * curve[-1]:
+        _, gain = problem.first_stop(past, problem.order(past))
+        if gain < 1 + data.min_gain:
             return Schedule(data.limits, LOW_GAIN)
     values = problem.order(problem.current)
     budget, _ = problem.first_stop(problem.current, values)
@@ -302,25 +302,28 @@ class _Problem:
         """
         if values is None:
             values = self.order(survivals)
-        return next(self._curves(survivals, values, (False,)))
+        return self._tokens(values) / self._times(self._wider(survivals, values))
 
-    def first_stop(self, survivals: np.ndarray, values: np.ndarray) -> tuple[int, np.ndarray]:
-        """The budget of `early_stop`, and the curve."""
-        smooth, curve = self._curves(survivals, values, (True, False))
-        begun = _first_peak(smooth)
-        return begun + _first_peak(curve[begun:]), curve
+    def first_stop(self, survivals: np.ndarray, values: np.ndarray) -> tuple[int, float]:
+        """The budget of `early_stop`, and Θ relative to full verification."""
+        tokens, counts = self._tokens(values), self._wider(survivals, values)
+        begun = _first_peak(tokens / self._times(counts, smooth=True))
+        rest = tokens[begun:] / self._times(counts)[begun:]
+        filled = _first_peak(rest)
+        return begun + filled, float(rest[filled] / rest[-1])
 
-    def _curves(
-        self, survivals: np.ndarray, values: np.ndarray, smooth: Sequence[bool]
-    ) -> Iterator[np.ndarray]:
+    def _tokens(self, values: np.ndarray) -> np.ndarray:
         tokens = np.empty(self.total + 1)
         tokens[0] = self.requests
         tokens[1:] = values
-        np.cumsum(tokens, out=tokens)
-        counts = wider(survivals, values) if self.requests <= PADDING_UP_TO else None
-        for each in smooth:
-            times = self.costs.times(self.requests, self.total, counts, smooth=each)
-            yield tokens / (times + self.draft_ms)
+        return np.cumsum(tokens, out=tokens)
+
+    def _wider(self, survivals: np.ndarray, values: np.ndarray) -> list[int] | None:
+        return wider(survivals, values) if self.requests <= PADDING_UP_TO else None
+
+    def _times(self, counts: list[int] | None, smooth: bool = False) -> np.ndarray:
+        times = self.costs.times(self.requests, self.total, counts, smooth=smooth)
+        return times + self.draft_ms
 
     def split(self, budget: int, values: np.ndarray | None = None) -> Schedule:
         """The `budget` largest current survivals; `values`: them sorted, when already known."""

@@ -290,6 +290,8 @@ def test_new_requests_ask_for_everything() -> None:
     row = np.array([0.5, 0.2])
     lagged = lagged_survival([[], [row], [row, row * 0.5], [row * 0.1, row, row * 0.5]], 2)
     assert lagged.tolist() == [[1, 1], [1, 1], [0.5, 0.2], [0.5, 0.2]]
+    guess = np.array([0.6, 0.3])
+    assert lagged_survival([[], [row, row]], 2, guess).tolist() == [[0.6, 0.3], [0.5, 0.2]]
     costs = CostTable({(1, n): 1 + 0.3 * n for n in range(1, 9)})
     data = ScheduleInput(limits=np.array([7]), confidence=np.full((1, 7), 0.1), costs=costs)
     assert POLICIES["lagged"](data).lengths.tolist() == [7]
