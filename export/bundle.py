@@ -27,6 +27,7 @@ from ..graphs.contract import DraftContract, DType, TargetContract, to_dict
 from ..graphs.emulate import EmulateHalf, has_half
 from ..graphs.errors import DraftgraphError
 from ..runtime.bundle import (
+    DRAFT_IDS,
     FLOAT32_ISLANDS,
     MANIFEST,
     SCHEMA_VERSION,
@@ -140,7 +141,7 @@ def recipes(
         own = target.weights, build.EMBEDDING if t.tied_head else build.HEAD
         source = own if d.shares_head else (w, build.HEAD)
         table[head] = Recipe(dtype, (source,), draft.draft_ids)
-        table["markov.draft_ids"] = Ids(draft.draft_ids)
+        table[DRAFT_IDS] = Ids(draft.draft_ids)
     elif not d.shares_head:
         add(head, dtype, w, build.HEAD)
     for i in range(d.decoder.num_layers):

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from ..graphs.contract import DraftContract, DType, TargetContract, from_dict
 from ..graphs.errors import DraftgraphError
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 WEIGHTS = "weights.safetensors"
+DRAFT_IDS = "markov.draft_ids"  # [U] int64, of bundles with a draft vocabulary
 
 # Float32 islands of fp16 and bf16 bundles (rule in graphs/layers.py).
 FLOAT32_ISLANDS = (
@@ -87,6 +90,20 @@ class Bundle:
             self.target.decoder.kv_bytes_per_token(size),
             self.draft.decoder.kv_bytes_per_token(size),
         )
+
+    def draft_ids(self) -> np.ndarray:
+        """[U] int64: the tokens that may be drafted, increasing."""
+        if self.draft.draft_vocab_size is None:
+            return np.arange(self.draft.vocab_size)
+        file = self.path / WEIGHTS
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            entry = json.loads(stream.read(size)).get(DRAFT_IDS)
+            if entry is None:
+                raise DraftgraphError(f"{file}: no tensor {DRAFT_IDS}; export the bundle again")
+            begin, end = entry["data_offsets"]
+            stream.seek(8 + size + begin)
+            return np.frombuffer(stream.read(end - begin), "<i8")
 
     def text_file(self, name: str) -> str | None:
         """A UTF-8 file of the bundle, None when it has none of that name."""

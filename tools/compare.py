@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from safetensors import safe_open
 
 from ..graphs.errors import DraftgraphError
 from ..runtime import Engine, Output, SamplingParams
 from ..runtime.backends.base import ContextBatch, DraftSampling, TokenBatch
-from ..runtime.bundle import MANIFEST, WEIGHTS, Bundle, sha256
+from ..runtime.bundle import MANIFEST, sha256
 from .bench_steps import prefill_target
 from .console import heading, number, table
 from .prompts import PromptSet
@@ -147,7 +146,7 @@ class Comparison:
         )
         self.prompt_part, self.continuation_part = Agreement(), Agreement()
         same_blocks = engine.gamma == reference.gamma
-        same_tokens = np.array_equal(draft_ids(engine.bundle), draft_ids(reference.bundle))
+        same_tokens = np.array_equal(engine.bundle.draft_ids(), reference.bundle.draft_ids())
         self.drafts = DraftAgreement() if same_blocks and same_tokens else None
 
     def run(self, sets: Sequence[PromptSet]) -> dict[str, Any]:
@@ -306,14 +305,6 @@ def _draft(engine: Engine, start: int, stop: int, anchor: int) -> _Block:
     if confidence is not None:
         confidence = 1 / (1 + np.exp(-confidence[0].astype(np.float64)))
     return _Block(base, ids, confidence)
-
-
-def draft_ids(bundle: Bundle) -> np.ndarray:
-    """[U] i64: the tokens that the bundle's drafter may draft."""
-    if bundle.draft.draft_vocab_size is None:
-        return np.arange(bundle.draft.vocab_size)
-    with safe_open(bundle.path / WEIGHTS, "numpy") as weights:
-        return np.asarray(weights.get_tensor("markov.draft_ids"))
 
 
 def _identity(engine: Engine) -> dict[str, Any]:

@@ -548,6 +548,9 @@ def test_a_bundle_as_the_source_of_features(fitted: Path, folder: Path, tmp_path
             stored.get_tensor("backbone.fc.weight"),
             checkpoint.weights["fc.weight"].astype(np.float32),
         )
+        assert restricted.draft_ids is not None
+        w2 = checkpoint.weights["markov_head.markov_w2.weight"][restricted.draft_ids]
+        np.testing.assert_array_equal(stored.get_tensor("markov.w2.weight"), w2.astype(np.float32))
 
 
 # Wrong input

@@ -207,12 +207,13 @@ def put_drafter(bundle: Bundle, target: TargetCheckpoint, draft: DraftCheckpoint
     The graphs refer to ranges of the weights file, so only those bytes change, and the manifest's
     hashes. An interruption in between leaves a bundle that its hashes refuse.
     """
-    # A head over a draft vocabulary is the target's, which fitting leaves as it is.
     if replace(bundle.draft, draft_vocab_size=None) != draft.contract:
         raise DraftgraphError(
             f"{bundle.path}: its drafter has another shape than the one to put in; export the "
             "target with a drafter of this shape"
         )
+    if bundle.draft.draft_vocab_size is not None:
+        draft = replace(draft, contract=bundle.draft, draft_ids=bundle.draft_ids())
     file = bundle.path / WEIGHTS
     table = {
         name: recipe
