@@ -89,7 +89,7 @@ class Ids:
     """Token ids [n] in the weights file."""
 
     ids: np.ndarray
-    dtype: ClassVar = "int64"
+    dtype: ClassVar[str] = "int64"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -97,17 +97,22 @@ class Bundle:
             return np.arange(self.draft.vocab_size)
         file = self.path / WEIGHTS
         with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            entry = json.loads(stream.read(size)).get(DRAFT_IDS)
-            if entry is None:
+            start, header = weights_header(stream)
+            if DRAFT_IDS not in header:
                 raise DraftgraphError(f"{file}: no tensor {DRAFT_IDS}; export the bundle again")
-            begin, end = entry["data_offsets"]
-            stream.seek(8 + size + begin)
+            begin, end = header[DRAFT_IDS]["data_offsets"]
+            stream.seek(start + begin)
             return np.frombuffer(stream.read(end - begin), "<i8")
 
     def text_file(self, name: str) -> str | None:
         """A UTF-8 file of the bundle, None when it has none of that name."""
         return (self.path / name).read_text("utf-8") if name in self.files else None
+
+
+def weights_header(stream: BinaryIO) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file starts, and its header; read from the file's start."""
+    size = int.from_bytes(stream.read(8), "little")
+    return 8 + size, json.loads(stream.read(size))
 
 
 def load_bundle(path: str | Path, *, verify: bool = True) -> Bundle:

@@ -2,10 +2,11 @@
 
 A step over R requests and N = Σ (1 + ℓ_r) tokens costs T(R, N) milliseconds if the tokens are
 spread evenly. Attention runs on the padded view of R · max(1 + ℓ_r) cells, so each cell by which
-another split is wider costs a little more. Step times are flat
-between the sizes a device was compiled, captured or tiled for and jump at their edges, so a lookup
-rounds up to the next measured size and never interpolates: a value between two measurements
-would price tokens that pay for a whole step as if they were nearly free.
+another split is wider costs a little more.
+
+Step times are flat between the sizes a device was compiled, captured or tiled for and jump at their
+edges, so a lookup rounds up to the next measured size and never interpolates: a value between two
+measurements would price tokens that pay for a whole step as if they were nearly free.
 """
 
 from __future__ import annotations
@@ -156,22 +157,19 @@ class CostTable:
 
     def pad(self, requests: int) -> float:
         """ms of a padded cell, of the next measured batch; 0 where it is not measured."""
-        if not self.pad_ms or requests > max(self.pad_ms):
-            return 0.0
-        return self.pad_ms[min(r for r in self.pad_ms if r >= requests)]
+        return _at_next(self.pad_ms, requests) or 0.0
 
     def draft(self, requests: int) -> float:
         """Drafting time in ms, rounded up to the next measured batch; 0 when not measured."""
         if not self.draft_ms:
             return 0.0
-        measured = sorted(self.draft_ms)
-        index = bisect.bisect_left(measured, requests)
-        if index == len(measured):
+        ms = _at_next(self.draft_ms, requests)
+        if ms is None:
             raise DraftgraphError(
-                f"the cost table has drafting times up to {measured[-1]} requests, asked for "
+                f"the cost table has drafting times up to {max(self.draft_ms)} requests, asked for "
                 f"{requests}: profile larger batches"
             )
-        return self.draft_ms[measured[index]]
+        return ms
 
     def is_flat(self, requests: int) -> bool:
         """Whether the row has no spread: it cannot tell one width from another."""
@@ -423,6 +421,11 @@ class _foreign:
 def _check_ms(ms: float, what: str, zero: bool = False) -> None:
     if not math.isfinite(ms) or ms < 0 or (ms == 0 and not zero):
         raise DraftgraphError(f"cost table: {what} is {ms} ms, expected a positive number")
+
+
+def _at_next(measured: Mapping[int, float], requests: int) -> float | None:
+    """The value of the next measured number of requests, None beyond the largest."""
+    return measured.get(min((r for r in measured if r >= requests), default=-1))
 
 
 def _convex(row: np.ndarray, first: int) -> np.ndarray:

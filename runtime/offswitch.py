@@ -214,18 +214,15 @@ class OffSwitch:
     def _best(self, outlooks: Sequence[Outlook], requests: int, others: int) -> list[Outlook]:
         """The set with the largest Θ. Sizes are tried in powers of two: a batch may be large."""
         ranked = sorted(outlooks, key=lambda o: -float(o.survival.sum()))
-        row = self.costs.row(requests)
         idle = self.costs.draft(others) if others else 0.0
-        best, chosen = (1 + self.min_gain) * requests / (row[requests] + idle), 0
+        best, chosen = (1 + self.min_gain) * requests / (self._plain(requests) + idle), 0
         for size in sorted({1 << i for i in range(len(ranked).bit_length())} | {len(ranked)}):
             if not 0 < size <= len(ranked):
                 continue
             survivals = np.stack([o.survival for o in ranked[:size]], axis=1)
-            theta = float(
-                self._theta(survivals, requests, self.costs.draft(others + size))[0].max()
-            )
-            if theta >= best:
-                best, chosen = theta, size
+            theta, _ = self._theta(survivals, requests, self.costs.draft(others + size))
+            if theta.max() >= best:
+                best, chosen = float(theta.max()), size
         return ranked[:chosen]
 
     def _best_within(

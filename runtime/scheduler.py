@@ -8,10 +8,9 @@ yields Σ (1 + Σ_{j≤ℓ_r} a_{r,j}) expected tokens; its predicted throughput
     Θ(n) = (R + the sum of the survivals of n verified tokens) / (draft_ms + T(R, R + n))
 
 with T from a measured `CostTable` (DSpark, arXiv 2607.05147, section 3.2), the padding that these n
-tokens make included. The cost-based policies
-differ in how they choose the budget n. All of them split it the same way: the n largest current
-survivals, ties by earlier position, then by lower request index. Survival never rises along a
-request, so such a set is a prefix of every block.
+tokens make included. The cost-based policies differ in how they choose the budget n. All of them
+split it the same way: the n largest current survivals, ties by earlier position, then by lower
+request index. Survival never rises along a request, so such a set is a prefix of every block.
 
 Exactness. The output follows the target's distribution when whether slot k of a request is
 verified depends only on c_1 … c_k of that request and on data that is independent of its current
@@ -234,12 +233,6 @@ COST_BASED = frozenset({"early-stop", "lagged", "live-argmax"})
 # The shared machinery
 
 
-def _descending(values: np.ndarray) -> np.ndarray:
-    flat = values.flatten(order="K")  # memory order: no transposition on the way
-    flat.sort()
-    return flat[::-1]
-
-
 def wider(survivals: np.ndarray, values: np.ndarray) -> list[int]:
     """The numbers of tokens from which on a step that verifies the largest has a wider request.
 
@@ -293,7 +286,9 @@ class _Problem:
 
     def order(self, survivals: np.ndarray) -> np.ndarray:
         """[total] the survivals within the limits, largest first."""
-        return _descending(survivals)[: self.total]
+        flat = survivals.flatten(order="K")  # memory order: no transposition on the way
+        flat.sort()
+        return flat[::-1][: self.total]
 
     def curve(self, survivals: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
         """[total + 1] Θ in tokens per ms of survivals [γ, R]; `values`: their `order`, when known.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from ...export.checkpoints import DraftCheckpoint, TargetCheckpoint, Weights
 from ...export.checkpoints.deepspec import EMBEDDING, HEAD, SHARED, drafter_tensors
 from ...graphs.contract import DecoderSpec, DraftContract, MarkovType, RopeSpec, TargetContract
 from ...graphs.errors import DraftgraphError
-from ...runtime.bundle import WEIGHTS, Bundle
+from ...runtime.bundle import WEIGHTS, Bundle, weights_header
 from ...runtime.jsonfile import write_text
 
 INIT_STD = 0.02  # `initializer_range` of DeepSpec and Qwen3
@@ -221,13 +220,12 @@ def put_drafter(bundle: Bundle, target: TargetCheckpoint, draft: DraftCheckpoint
         if name.startswith(("backbone.", "markov.", "confidence."))
     }
     with file.open("r+b") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(size))
+        start, header = weights_header(stream)
         for name, recipe in table.items():
             begin, end = header[name]["data_offsets"]
             data = recipe.read().tobytes()
             if list(recipe.shape) != header[name]["shape"] or len(data) != end - begin:
                 raise DraftgraphError(f"{file}: {name} is stored in another form than expected")
-            stream.seek(8 + size + begin)
+            stream.seek(start + begin)
             stream.write(data)
     seal(bundle.path)
