@@ -18,16 +18,19 @@ from .layers import (
     DecoderLayer,
     Embedding,
     Linear,
-    RaggedView,
+    PaddedRows,
     RMSNorm,
     arange,
     attention,
     axis_size,
     cast,
-    group_mask,
+    head_rows,
     norm_heads,
+    packed_rows,
+    query_groups,
+    query_rows,
+    repeat,
     rope_table,
-    split_heads,
     visibility_mask,
     write_cache,
 )
@@ -64,24 +67,25 @@ class BlockAttention(nn.Module):
         past: tuple[ir.Value, ir.Value],
         past_length: ir.Value,
         tables: tuple[Table, Table],
-        views: tuple[RaggedView, RaggedView],
+        rows: PaddedRows,
         mask: ir.Value,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         """block [B·γ, d], context [P, d] -> attention output [B·γ, d] and the updated caches.
 
-        tables and views: of the new cache rows [R, X+γ] and of the block [R, γ]. Context and block
-        go into each cache in one write, because TensorRT allows one update of a cache per run.
+        tables: of the new cache rows [R, X+γ] and of the block, as q lies. Context and block go
+        into each cache in one write, because TensorRT allows one update of a cache per run.
         """
         s = self.spec
-        q = split_heads(op, views[1].pad(op, self.q_proj(op, block)), s.num_heads, s.head_dim)
-        q = op.RotaryEmbedding(norm_heads(op, self.q_norm, q, self.dtype), *tables[1])
-        kv = views[0].pad(op, self.kv_proj(op, op.Concat(context, block, axis=0)))
-        kv = split_heads(op, kv, 2 * s.num_kv_heads, s.head_dim)
-        k, v = op.Split(kv, [s.num_kv_heads] * 2, axis=1, _outputs=2)
+        q = op.Reshape(self.q_proj(op, block), [-1, s.head_dim])
+        q = op.Gather(norm_heads(op, self.q_norm, q, self.dtype), rows.q, axis=0)
+        q = op.RotaryEmbedding(q, *tables[1])
+        kv = self.kv_proj(op, op.Concat(context, block, axis=0))
+        kv = op.Reshape(kv, [-1, s.head_dim])
+        k, v = (op.Gather(kv, index, axis=0) for index in (rows.k, rows.v))
         k = op.RotaryEmbedding(norm_heads(op, self.k_norm, k, self.dtype), *tables[0])
         key = write_cache(op, past[0], k, past_length)
         value = write_cache(op, past[1], v, past_length)
-        y = views[1].pack(op, attention(op, q, key, value, mask, s, self.dtype))
+        y = attention(op, q, key, value, mask, rows.packed, s)
         return self.o_proj(op, y), key, value
 
 
@@ -158,14 +162,15 @@ class Backbone(nn.Module):
         columns = op.Unsqueeze(arange(op, width), [0])
         row_positions = op.Add(op.Unsqueeze(past_length, [1]), columns)
         block_positions = op.Add(op.Unsqueeze(block_start, [1]), slots)
-        tables = tuple(
-            rope_table(op, p, spec, self.max_positions, dtype)
-            for p in (row_positions, block_positions)
+        groups = query_groups(spec, dtype)
+        tables = (
+            rope_table(op, row_positions, spec, self.max_positions, dtype),
+            rope_table(op, repeat(op, block_positions, groups), spec, self.max_positions, dtype),
         )
         block_end = op.Add(op.Unsqueeze(block_start, [1]), op.Constant(value_ints=[gamma - 1]))
         last_visible = op.Add(block_end, op.Mul(slots, op.Constant(value_int=0)))
         mask = visibility_mask(op, last_visible, axis_size(op, past[0][0], 2), dtype)
-        mask = group_mask(op, mask, spec, dtype)
+        mask = repeat(op, mask, groups, axis=2)
 
         # The anchor is an input; the other γ-1 slots hold the mask token.
         ids = op.Unsqueeze(anchor, [1])
@@ -182,13 +187,18 @@ class Backbone(nn.Module):
         slot = op.Min(op.Max(column, zero), last)
         in_block = op.Add(_cells(op, request_block, gamma, slot), axis_size(op, feature_index, 0))
         in_context = op.Concat(context_cell, block_cell, axis=1)  # the right part is never chosen
-        views = (
-            RaggedView(op.Where(op.Less(column, zero), in_context, in_block), None),
-            RaggedView(block_cell, op.Reshape(_cells(op, block_request, gamma, slots), [-1])),
+        cell = op.Where(op.Less(column, zero), in_context, in_block)
+        block_token = op.Reshape(_cells(op, block_request, gamma, slots), [-1])
+        k = spec.num_kv_heads
+        rows = PaddedRows(
+            query_rows(op, block_cell, spec.num_heads, spec, dtype),
+            head_rows(op, cell, 2 * k, range(k)),
+            head_rows(op, cell, 2 * k, range(k, 2 * k)),
+            packed_rows(op, block_token, op.Constant(value_ints=[gamma]), spec.num_heads),
         )
         present = []
         for i, layer in enumerate(self.layers):
-            x, key, value = layer(op, x, context, past[i], past_length, tables, views, mask)
+            x, key, value = layer(op, x, context, past[i], past_length, tables, rows, mask)
             present.append((key, value))
         hidden = self.norm(op, x)
         logits = cast(op, self.lm_head(op, cast(op, hidden, "fp32", dtype)), dtype, "fp32")

@@ -5,8 +5,8 @@ stream, norms, rope tables, features and the target's logits are float32 islands
 states of some targets spike far beyond the fp16 range (above 2e4 on Qwen3-8B) and rounded logits
 tie. With fp32 the casts vanish.
 
-Linear layers run on packed tokens [N, d]; only attention sees the padded view [R, S], so the cost
-of a ragged batch follows its number of tokens. Weights keep torch's [out, in] layout.
+Linear layers and rotation run on packed tokens [N, d]; only attention sees the padded view [R, S],
+so the cost of a ragged batch follows its number of tokens. Weights keep torch's [out, in] layout.
 """
 
 from __future__ import annotations
@@ -92,25 +92,34 @@ class RMSNorm(nn.Module):
         return op.RMSNormalization(x, self.weight, axis=-1, epsilon=self.eps)
 
 
-@dataclass(frozen=True)
-class RaggedView:
-    """How N packed tokens map to the padded view [R, S] that attention needs.
+def head_rows(op: Any, cell_token: ir.Value, heads: int, chosen: range) -> ir.Value:
+    """Where the padded view takes heads from: rows of packed heads [N·heads, D].
 
-    cell_token [R, S]: the packed token of every padded cell (any valid token where there is none).
-    token_cell [N]: the flattened cell r·S + s of every packed token; None where nothing is packed
-    back.
+    cell_token [R, S]: the packed token of every padded cell, any valid one where there is none.
+    Returns [R, len(chosen), S]: one Gather pads and puts the heads before the tokens.
     """
+    offsets = np.array(chosen, np.int64).reshape(1, -1, 1)
+    first = op.Mul(cell_token, op.Constant(value_int=heads))
+    return op.Add(op.Unsqueeze(first, [1]), op.Constant(value=ir.tensor(offsets)))
 
-    cell_token: ir.Value
-    token_cell: ir.Value | None
 
-    def pad(self, op: Any, x: ir.Value) -> ir.Value:
-        """[N, k] -> [R, S, k]"""
-        return op.Gather(x, self.cell_token, axis=0)
+def packed_rows(op: Any, token_cell: ir.Value, width: ir.Value, heads: int) -> ir.Value:
+    """The way back: rows [N, heads] of padded heads [R·heads·S, D].
 
-    def pack(self, op: Any, x: ir.Value) -> ir.Value:
-        """[R·S, k] -> [N, k]"""
-        return op.Gather(x, self.token_cell, axis=0)
+    token_cell [N]: the flattened cell r·S + s of every packed token. width [1]: S.
+    """
+    before = op.Mul(op.Div(token_cell, width), width)  # r·S
+    first = op.Add(token_cell, op.Mul(before, op.Constant(value_int=heads - 1)))
+    offsets = op.Mul(op.Constant(value_ints=list(range(heads))), width)
+    return op.Add(op.Unsqueeze(first, [1]), op.Unsqueeze(offsets, [0]))
+
+
+def query_rows(
+    op: Any, cell_token: ir.Value, heads: int, spec: DecoderSpec, dtype: DType
+) -> ir.Value:
+    """`head_rows` of the queries, the first of `heads`: [R, H, S], or grouped [R, K, G·S]."""
+    rows = head_rows(op, cell_token, heads, range(spec.num_heads))
+    return rows if query_groups(spec, dtype) == 1 else op.Reshape(rows, [0, spec.num_kv_heads, -1])
 
 
 def axis_size(op: Any, x: ir.Value, axis: int) -> ir.Value:
@@ -127,6 +136,38 @@ def rope_table(
     op: Any, positions: ir.Value, spec: DecoderSpec, max_positions: int, dtype: DType
 ) -> tuple[ir.Value, ir.Value]:
     """cos and sin [R, S, head_dim/2] of positions [R, S], computed in float32 once per run."""
+    cos, sin = _angles(op, positions, spec, max_positions)
+    return cast(op, cos, "fp32", dtype), cast(op, sin, "fp32", dtype)
+
+
+def heads_rope_table(
+    op: Any, positions: ir.Value, spec: DecoderSpec, max_positions: int, dtype: DType
+) -> tuple[ir.Value, ir.Value]:
+    """cos and sin [1, N·(H + 2K), head_dim/2] for all heads of packed tokens at positions [N].
+
+    Values get the identity, so that q, k and v go through one rotation before they are padded.
+    """
+    tables = _angles(op, op.Unsqueeze(positions, [1]), spec, max_positions)  # [N, 1, D/2]
+    half, rotated = spec.head_dim // 2, spec.num_heads + spec.num_kv_heads
+    return tuple(
+        cast(op, op.Reshape(_per_head(op, x, spec, rotated, rest), [1, -1, half]), "fp32", dtype)
+        for x, rest in zip(tables, (1.0, 0.0), strict=True)
+    )  # type: ignore[return-value]
+
+
+def _per_head(op: Any, x: ir.Value, spec: DecoderSpec, rotated: int, rest: float) -> ir.Value:
+    """[N, 1, D/2] -> [N, H + 2K, D/2], with `rest` for the heads that are not rotated."""
+    heads = rotated + spec.num_kv_heads
+    turns = (np.arange(heads) < rotated).reshape(1, heads, 1)
+    return op.Where(
+        op.Constant(value=ir.tensor(turns)), x, op.Constant(value=ir.tensor(np.float32(rest)))
+    )
+
+
+def _angles(
+    op: Any, positions: ir.Value, spec: DecoderSpec, max_positions: int
+) -> tuple[ir.Value, ir.Value]:
+    """cos and sin [..., head_dim/2] in float32 of positions [A, B]."""
     inv_freq, factor = inverse_frequencies(spec.rope, spec.head_dim, max_positions)
     angle = op.Mul(
         op.Unsqueeze(op.Cast(positions, to=F32), [2]),
@@ -136,7 +177,7 @@ def rope_table(
     if factor != 1.0:
         scale = op.Constant(value_float=float(factor))
         cos, sin = op.Mul(cos, scale), op.Mul(sin, scale)
-    return cast(op, cos, "fp32", dtype), cast(op, sin, "fp32", dtype)
+    return cos, sin
 
 
 def visibility_mask(op: Any, last_visible: ir.Value, capacity: ir.Value, dtype: DType) -> ir.Value:
@@ -163,10 +204,40 @@ def query_groups(spec: DecoderSpec, dtype: DType) -> int:
     return spec.num_heads // spec.num_kv_heads if dtype == "fp32" else 1
 
 
-def group_mask(op: Any, mask: ir.Value, spec: DecoderSpec, dtype: DType) -> ir.Value:
-    """[R, 1, S, C] -> [R, 1, G·S, C] for G = `query_groups`."""
-    groups = query_groups(spec, dtype)
-    return mask if groups == 1 else op.Concat(*[mask] * groups, axis=2)
+def repeat(op: Any, x: ir.Value, times: int, axis: int = 1) -> ir.Value:
+    """x `times` times along its axis of query rows, for the G = `query_groups` heads of a group."""
+    return x if times == 1 else op.Concat(*[x] * times, axis=axis)
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """How packed heads [N·(H + 2K), D] and the padded view map to each other, once per run.
+
+    q, k, v: `head_rows`, those of q grouped (`query_rows`). packed: `packed_rows` of all tokens.
+    """
+
+    q: ir.Value
+    k: ir.Value
+    v: ir.Value
+    packed: ir.Value
+
+    @classmethod
+    def of(
+        cls,
+        op: Any,
+        cell_token: ir.Value,
+        token_cell: ir.Value,
+        spec: DecoderSpec,
+        dtype: DType,
+    ) -> PaddedRows:
+        h, k = spec.num_heads, spec.num_kv_heads
+        heads = h + 2 * k
+        return cls(
+            query_rows(op, cell_token, heads, spec, dtype),
+            head_rows(op, cell_token, heads, range(h, h + k)),
+            head_rows(op, cell_token, heads, range(h + k, heads)),
+            packed_rows(op, token_cell, axis_size(op, cell_token, 1), h),
+        )
 
 
 class Attention(nn.Module):
@@ -190,39 +261,38 @@ class Attention(nn.Module):
         self.dtype = dtype
 
     def project(
-        self, op: Any, x: ir.Value, view: RaggedView, cos: ir.Value, sin: ir.Value
+        self, op: Any, x: ir.Value, rows: PaddedRows, cos: ir.Value, sin: ir.Value
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """x [N, d] -> rotated q [R, H, S, D], rotated k [R, K, S, D], v [R, K, S, D]."""
+        """x [N, d] -> rotated q as attention reads it, rotated k [R, K, S, D], v [R, K, S, D]."""
         s = self.spec
-        qkv = view.pad(op, self.qkv_proj(op, x))
-        heads = split_heads(op, qkv, s.num_heads + 2 * s.num_kv_heads, s.head_dim)
-        if not s.qk_norm:  # q and k rotate in one call
-            n_rotated = s.num_heads + s.num_kv_heads
-            qk, v = op.Split(heads, [n_rotated, s.num_kv_heads], axis=1, _outputs=2)
-            qk = op.RotaryEmbedding(qk, cos, sin)
-            q, k = op.Split(qk, [s.num_heads, s.num_kv_heads], axis=1, _outputs=2)
-            return q, k, v
-        split = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
-        q, k, v = op.Split(heads, split, axis=1, _outputs=3)
-        q = norm_heads(op, self.q_norm, q, self.dtype)
-        k = norm_heads(op, self.k_norm, k, self.dtype)
-        return op.RotaryEmbedding(q, cos, sin), op.RotaryEmbedding(k, cos, sin), v
+        heads = self.qkv_proj(op, x)
+        if s.qk_norm:
+            heads = op.Reshape(heads, [0, -1, s.head_dim])
+            split = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
+            q, k, v = op.Split(heads, split, axis=1, _outputs=3)
+            q = norm_heads(op, self.q_norm, q, self.dtype)
+            k = norm_heads(op, self.k_norm, k, self.dtype)
+            heads = op.Concat(q, k, v, axis=1)
+        heads = op.RotaryEmbedding(op.Reshape(heads, [1, 1, -1, s.head_dim]), cos, sin)
+        heads = op.Reshape(heads, [-1, s.head_dim])
+        q, k, v = (op.Gather(heads, index, axis=0) for index in (rows.q, rows.k, rows.v))
+        return q, k, v
 
     def attend(
-        self, op: Any, q: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value, view: RaggedView
+        self,
+        op: Any,
+        q: ir.Value,
+        key: ir.Value,
+        value: ir.Value,
+        mask: ir.Value,
+        rows: PaddedRows,
     ) -> ir.Value:
-        """q [R, H, S, D] over caches [R, K, C, D] -> [N, d]."""
-        y = attention(op, q, key, value, mask, self.spec, self.dtype)
-        return self.o_proj(op, view.pack(op, y))
-
-
-def split_heads(op: Any, x: ir.Value, heads: int, head_dim: int) -> ir.Value:
-    """[R, W, heads·D] -> [R, heads, W, D]."""
-    return op.Transpose(op.Reshape(x, [0, 0, heads, head_dim]), perm=[0, 2, 1, 3])
+        """q over caches [R, K, C, D] -> [N, d]."""
+        return self.o_proj(op, attention(op, q, key, value, mask, rows.packed, self.spec))
 
 
 def norm_heads(op: Any, norm: RMSNorm, x: ir.Value, dtype: DType) -> ir.Value:
-    """RMSNorm of every head of x [R, H, S, D] in the compute dtype; the norm itself is float32."""
+    """RMSNorm of every head of x [..., D] in the compute dtype; the norm itself is float32."""
     return cast(op, norm(op, cast(op, x, dtype, "fp32")), "fp32", dtype)
 
 
@@ -232,17 +302,16 @@ def attention(
     key: ir.Value,
     value: ir.Value,
     mask: ir.Value,
+    packed: ir.Value,
     spec: DecoderSpec,
-    dtype: DType,
 ) -> ir.Value:
-    """q [R, H, S, D] over caches [R, K, C, D] through the mask of `group_mask` -> [R·S, H·D]."""
-    grouped = query_groups(spec, dtype) > 1
-    if grouped:
-        q = op.Reshape(q, [0, spec.num_kv_heads, -1, spec.head_dim])
+    """q of `query_rows` over caches [R, K, C, D] through a mask [R, 1, G·S, C] -> [N, H·D].
+
+    packed: `packed_rows` of the tokens that are wanted.
+    """
     y = op.Attention(q, key, value, mask, scale=spec.head_dim**-0.5, is_causal=0)
-    if grouped:
-        y = op.Reshape(y, [0, spec.num_heads, -1, spec.head_dim])
-    return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [-1, spec.num_heads * spec.head_dim])
+    y = op.Gather(op.Reshape(y, [-1, spec.head_dim]), packed, axis=0)
+    return op.Reshape(y, [-1, spec.num_heads * spec.head_dim])
 
 
 def write_cache(op: Any, past: ir.Value, new: ir.Value, write_index: ir.Value) -> ir.Value:

@@ -16,12 +16,13 @@ from .layers import (
     DecoderLayer,
     Embedding,
     Head,
-    RaggedView,
+    PaddedRows,
     RMSNorm,
     arange,
     axis_size,
-    group_mask,
-    rope_table,
+    heads_rope_table,
+    query_groups,
+    repeat,
     visibility_mask,
     write_cache,
 )
@@ -43,12 +44,12 @@ class TargetLayer(DecoderLayer):
         past_length: ir.Value,
         table: tuple[ir.Value, ir.Value],
         mask: ir.Value,
-        view: RaggedView,
+        rows: PaddedRows,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        q, k, v = self.self_attn.project(op, self.attention_input(op, x), view, *table)
+        q, k, v = self.self_attn.project(op, self.attention_input(op, x), rows, *table)
         key = write_cache(op, past[0], k, past_length)
         value = write_cache(op, past[1], v, past_length)
-        y = self.self_attn.attend(op, q, key, value, mask, view)
+        y = self.self_attn.attend(op, q, key, value, mask, rows)
         return self.add_attention(op, x, y), key, value
 
 
@@ -56,7 +57,8 @@ class Target(nn.Module):
     """Llama and Qwen3 dense decoders.
 
     Inputs: input_ids [N] i64; past_length [R] i64, committed rows of each request; cell_token
-    [R, S] i64 and token_cell [N] i64, the padded view (see `RaggedView`); logits_index [M] i64, the
+    [R, S] i64, the packed token of every padded cell, any valid one where there is none;
+    token_cell [N] i64, the flattened cell r·S + s of every packed token; logits_index [M] i64, the
     packed tokens that need logits; past_key.i / past_value.i [R, K, C, D], updated in place.
     Outputs: logits [M, V] f32; features [N, m·d] f32 (taps concatenated in contract order);
     present_key.i / present_value.i.
@@ -86,20 +88,21 @@ class Target(nn.Module):
         past: list[tuple[ir.Value, ir.Value]],
     ) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ir.Value]]]:
         c = self.contract
-        view = RaggedView(cell_token, token_cell)
+        rows = PaddedRows.of(op, cell_token, token_cell, c.decoder, self.dtype)
         positions = op.Add(
             op.Unsqueeze(past_length, [1]),
             op.Unsqueeze(arange(op, axis_size(op, cell_token, 1)), [0]),
         )
-        table = rope_table(op, positions, c.decoder, c.max_position_embeddings, self.dtype)
+        packed = op.Gather(op.Reshape(positions, [-1]), token_cell, axis=0)
+        table = heads_rope_table(op, packed, c.decoder, c.max_position_embeddings, self.dtype)
         mask = visibility_mask(op, positions, axis_size(op, past[0][0], 2), self.dtype)
-        mask = group_mask(op, mask, c.decoder, self.dtype)
+        mask = repeat(op, mask, query_groups(c.decoder, self.dtype), axis=2)
 
         x = self.embed_tokens(op, input_ids)
         stream = {-1: x}  # id i: residual stream after layer i
         present = []
         for i, layer in enumerate(self.layers):
-            x, key, value = layer(op, x, past[i], past_length, table, mask, view)
+            x, key, value = layer(op, x, past[i], past_length, table, mask, rows)
             stream[i] = x
             present.append((key, value))
 

@@ -158,8 +158,9 @@ def with_lengths(total: Callable[[onnx.GraphProto], str], causal: int) -> Callab
         for node in graph.node:
             if node.op_type == "Attention":
                 query = made[node.input[0]]
-                if query.op_type == "Reshape":  # rows of a group of heads have no causal order
-                    node.input[0] = query.input[0]
+                rows = made[query.input[1]]
+                if causal and rows.op_type == "Reshape":  # a group of heads has no causal order
+                    query.input[1] = rows.input[0]
                 node.input[:] = [*node.input[:3], "", "", "", lengths]
                 for a in node.attribute:
                     if a.name == "is_causal":
