@@ -67,6 +67,9 @@ class CostTable:
     pad_ms: Mapping[int, float] = field(default_factory=dict)
     _rows: dict[int, np.ndarray] = field(init=False, repr=False, compare=False)
     _bare: dict[tuple[int, float, bool], np.ndarray] = field(init=False, repr=False, compare=False)
+    _ends: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = field(
+        init=False, repr=False, compare=False
+    )
     _measured: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +89,7 @@ class CostTable:
             _check_ms(ms, f"pad_ms of {requests} requests", zero=True)
         object.__setattr__(self, "_rows", {})
         object.__setattr__(self, "_bare", {})
+        object.__setattr__(self, "_ends", {})
         object.__setattr__(self, "_measured", sorted({r for r, _ in self.cells}))
 
     # Lookup
@@ -144,6 +148,15 @@ class CostTable:
         edges = [0, *(min(n, count + 1) for n in wider), count + 1]
         levels = [column * width for width in range(1, len(edges))]
         return np.repeat(levels, [b - a for a, b in pairwise(edges)]) + row
+
+    def ends(self, requests: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where even steps end, in tokens beyond R, ascending from 0 to `count`; and ms of each."""
+        found = self._ends.get((requests, count))
+        if found is None:
+            row = self.row(requests)[requests : requests + count + 1]
+            last = np.unique([0, *np.flatnonzero(row[1:] > row[:-1]), count])
+            found = self._ends[requests, count] = last, row[last]
+        return found
 
     def _without_padding(self, requests: int, column: float, smooth: bool) -> np.ndarray:
         """`row` less `column` ms for each column of padded cells, as it is or convex."""

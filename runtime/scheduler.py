@@ -28,7 +28,7 @@ drafts it may only use those of earlier rounds; only `live-argmax` takes the cur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -151,7 +151,7 @@ def early_stop(data: ScheduleInput) -> Schedule:
     Exact: whether (r, j) is reached and kept depends on the tokens visited before it, which are
     (r, 1 … j-1) and tokens of other requests, and on a_{r,j} itself. The positions after j are
     never visited earlier, and sums and widths run in visiting order, so they cannot matter. The
-    guard takes what the same search would have gained on the survivals of `LAG` rounds before,
+    guard takes what the best budget would have gained on the survivals of `LAG` rounds before,
     which are independent of the current draft.
     """
     problem = _prepare(data)
@@ -159,20 +159,18 @@ def early_stop(data: ScheduleInput) -> Schedule:
         return problem
     if data.min_gain > 0:
         past = problem.past()
-        _, gain = problem.first_stop(past, problem.order(past))
-        if gain < 1 + data.min_gain:
+        if not problem.gains(past):
             return Schedule(data.limits, LOW_GAIN)
     values = problem.order(problem.current)
-    budget, _ = problem.first_stop(problem.current, values)
-    return problem.split(budget, values)
+    return problem.split(problem.first_stop(problem.current, values), values)
 
 
 def lagged(data: ScheduleInput) -> Schedule:
     """Budget from the survivals of `LAG` rounds before, split over the current ones.
 
-    The budget is the unconstrained argmax of Θ over the whole staircase (the fewest tokens among
-    equals); a new request with survival 1 asks for everything. This is what the
-    paper runs: the budget is known before the draft, and a step's edge does not end the search.
+    The budget is the unconstrained argmax of Θ over the whole staircase (the smallest step among
+    equals); a new request with survival 1 asks for everything. This is what the paper runs: the
+    budget is known before the draft, and a step's edge does not end the search.
 
     Exact: the budget and the guard are functions of earlier rounds only; given the budget K, slot
     (r, j) is verified if fewer than K tokens rank before it, and the tokens that do are
@@ -181,9 +179,9 @@ def lagged(data: ScheduleInput) -> Schedule:
     problem = _prepare(data)
     if isinstance(problem, Schedule):
         return problem
-    past = problem.curve(problem.past())
-    budget = int(past.argmax())
-    if past[budget] < (1 + data.min_gain) * past[-1]:
+    past = problem.past()
+    budget, gain = problem.best(past, problem.order(past))
+    if gain < 1 + data.min_gain:
         return Schedule(data.limits, LOW_GAIN)
     return problem.split(budget)
 
@@ -210,9 +208,8 @@ def _live_argmax(data: ScheduleInput) -> Schedule:
     if isinstance(problem, Schedule):
         return problem
     values = problem.order(problem.current)
-    curve = problem.curve(problem.current, values)
-    budget = int(curve.argmax())
-    if curve[budget] < (1 + data.min_gain) * curve[-1]:
+    budget, gain = problem.best(problem.current, values)
+    if gain < 1 + data.min_gain:
         return Schedule(data.limits, LOW_GAIN)
     return problem.split(budget, values)
 
@@ -275,14 +272,20 @@ class _Problem:
         """[γ, R] survivals of `LAG` rounds before."""
         lagged = self.data.lagged
         if lagged is None:
-            return _mask(np.ones(self.current.shape), self.data.limits)
+            return self.within_limits(np.ones(self.current.shape))
         if lagged.T.shape != self.current.shape:
             raise DraftgraphError(
                 f"lagged survivals have shape {lagged.shape}, confidences {self.current.T.shape}"
             )
         if lagged.size and not (lagged.min() >= 0 and lagged.max() <= 1):
             raise DraftgraphError("lagged survivals must lie in [0, 1] and be finite")
-        return _mask(lagged.T, self.data.limits)
+        return self.within_limits(lagged.T)
+
+    def within_limits(self, values: np.ndarray) -> np.ndarray:
+        """values [γ, R] with -1 beyond each request's limit."""
+        if self.total == values.size:
+            return values
+        return np.where(np.arange(len(values))[:, None] < self.data.limits, values, -1.0)
 
     def order(self, survivals: np.ndarray) -> np.ndarray:
         """[total] the survivals within the limits, largest first."""
@@ -290,31 +293,53 @@ class _Problem:
         flat.sort()
         return flat[::-1][: self.total]
 
-    def curve(self, survivals: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
-        """[total + 1] Θ in tokens per ms of survivals [γ, R]; `values`: their `order`, when known.
+    def gains(self, survivals: np.ndarray) -> bool:
+        """Whether the best budget gains `min_gain` or more over full verification."""
+        least = 1 + self.data.min_gain
+        if self.requests > PADDING_UP_TO and self.total == survivals.size:
+            # No split of a budget is better than the one by survival, so where equal widths gain
+            # enough there is nothing to sort.
+            tokens = self._tokens(survivals.sum(axis=1))
+            theta = tokens / self._times(None)[:: self.requests]
+            if theta.max() >= least * theta[-1]:
+                return True
+        return self.best(survivals, self.order(survivals))[1] >= least
 
-        Entry n is a function of the n largest alone.
+    def best(self, survivals: np.ndarray, values: np.ndarray) -> tuple[int, float]:
+        """The budget with the largest Θ, and that Θ relative to full verification.
+
+        survivals: [γ, R]; values: their `order`.
         """
-        if values is None:
-            values = self.order(survivals)
-        return self._tokens(values) / self._times(self._wider(survivals, values))
+        counts = self._wider(survivals, values)
+        if counts is None:
+            # A step costs the same up to its end, so only the ends can be best.
+            budgets, times = self.costs.ends(self.requests, self.total)
+            tokens = self._tokens(np.add.reduceat(values, budgets[:-1]))
+            theta = tokens / (times + self.draft_ms)
+        else:
+            budgets = None
+            theta = self._tokens(values) / self._times(counts)
+        peak = int(theta.argmax())
+        gain = float(theta[peak] / theta[-1])
+        return (peak if budgets is None else int(budgets[peak])), gain
 
-    def first_stop(self, survivals: np.ndarray, values: np.ndarray) -> tuple[int, float]:
-        """The budget of `early_stop`, and Θ relative to full verification."""
+    def first_stop(self, survivals: np.ndarray, values: np.ndarray) -> int:
+        """The budget of `early_stop`; see `best`."""
         tokens, counts = self._tokens(values), self._wider(survivals, values)
         begun = _first_peak(tokens / self._times(counts, smooth=True))
-        rest = tokens[begun:] / self._times(counts)[begun:]
-        filled = _first_peak(rest)
-        return begun + filled, float(rest[filled] / rest[-1])
+        return begun + _first_peak(tokens[begun:] / self._times(counts)[begun:])
 
     def _tokens(self, values: np.ndarray) -> np.ndarray:
-        tokens = np.empty(self.total + 1)
+        """[len(values) + 1] expected tokens of a step, by how many of `values` it has."""
+        tokens = np.empty(len(values) + 1)
         tokens[0] = self.requests
         tokens[1:] = values
-        return np.cumsum(tokens, out=tokens)
+        return np.add.accumulate(tokens)  # `cumsum` and `out` cost a microsecond each
 
     def _wider(self, survivals: np.ndarray, values: np.ndarray) -> list[int] | None:
-        return wider(survivals, values) if self.requests <= PADDING_UP_TO else None
+        return (
+            wider(survivals, values) if self.requests <= PADDING_UP_TO or not self.total else None
+        )
 
     def _times(self, counts: list[int] | None, smooth: bool = False) -> np.ndarray:
         times = self.costs.times(self.requests, self.total, counts, smooth=smooth)
@@ -333,10 +358,11 @@ class _Problem:
         else:
             smallest = values[budget - 1]
         lengths = (current >= smallest).sum(axis=0)
-        surplus = int(lengths.sum()) - budget
+        tied = values is None or values[budget] == smallest
+        surplus = int(lengths.sum()) - budget if tied else 0
         if surplus:  # ties at the edge: earlier position first, then lower request index
-            tied = np.flatnonzero(current == smallest)
-            dropped = tied[len(tied) - surplus :] % self.requests
+            last = np.flatnonzero(current == smallest)
+            dropped = last[len(last) - surplus :] % self.requests
             lengths -= np.bincount(dropped, minlength=self.requests)
         return Schedule(lengths, TRIMMED)
 
@@ -358,7 +384,12 @@ def _prepare(data: ScheduleInput) -> _Problem | Schedule:
     current = data.confidence.T.astype(np.float64, order="C")
     for j in range(1, len(current)):  # `survival`, faster for a short γ
         current[j] *= current[j - 1]
-    return _Problem(data, _mask(current, limits), total, costs, draft_ms)
+    problem = _Problem(data, current, total, costs, draft_ms)
+    return (
+        problem
+        if total == current.size
+        else replace(problem, current=problem.within_limits(current))
+    )
 
 
 def _check_confidence(confidence: np.ndarray) -> None:
@@ -368,14 +399,6 @@ def _check_confidence(confidence: np.ndarray) -> None:
             "confidences must lie in [0, 1] and be finite; the confidence head's output is not, "
             "which usually means a half-precision overflow: export with --dtype bf16 or fp32"
         )
-
-
-def _mask(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """values [γ, R] with -1 beyond each request's limit."""
-    gamma = len(values)
-    if limits.min(initial=gamma) >= gamma:
-        return values
-    return np.where(np.arange(gamma)[:, None] < limits, values, -1.0)
 
 
 def _first_peak(curve: np.ndarray) -> int:

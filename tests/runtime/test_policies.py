@@ -115,11 +115,10 @@ def slow_argmax(data: ScheduleInput, values: np.ndarray) -> int:
 def slow(name: str, data: ScheduleInput) -> list[int]:
     assert data.confidence is not None and data.lagged is not None
     current = np.array([[np.prod(c[: j + 1]) for j in range(len(c))] for c in data.confidence])
-    search = slow_early_stop if name == "early-stop" else slow_argmax
     judged = current if name == "live-argmax" else data.lagged
     order = ranked(judged, data.limits)
-    best = search(data, judged)
-    count = search(data, current) if name == "early-stop" else best
+    best = slow_argmax(data, judged)
+    count = slow_early_stop(data, current) if name == "early-stop" else best
     gain = throughput(data, order[:best]) / throughput(data, order)
     if data.min_gain > 0 and gain < 1 + data.min_gain:
         count = len(order)
@@ -137,6 +136,26 @@ def test_against_slow_implementation(name: str, min_gain: float) -> None:
     trimmed = 0
     for _ in range(400):
         data = problem(rng, min_gain)
+        schedule = POLICIES[name](data)
+        assert schedule.lengths.tolist() == slow(name, data)
+        trimmed += schedule.status == scheduler.TRIMMED
+    assert trimmed > 40
+
+
+@pytest.mark.parametrize("name", COST_BASED)
+def test_many_requests_against_slow_implementation(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond `PADDING_UP_TO` requests, where only the ends of steps are weighed."""
+    monkeypatch.setattr(scheduler, "PADDING_UP_TO", 0)
+    rng = np.random.default_rng(2)
+    trimmed = 0
+    for _ in range(400):
+        data = problem(rng, 0.05)
+        assert data.confidence is not None and data.costs is not None
+        # Tokens that are never accepted are free up to the end of a step: no choice is better.
+        data = replace(data, confidence=np.maximum(data.confidence, 0.25))
+        data = replace(data, costs=replace(data.costs, pad_ms=dict.fromkeys(data.costs.pad_ms, 0)))
         schedule = POLICIES[name](data)
         assert schedule.lengths.tolist() == slow(name, data)
         trimmed += schedule.status == scheduler.TRIMMED
