@@ -357,6 +357,21 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
         ) from None
 
 
+def _requests(option: str, parts: list[str]) -> tuple[int, ...]:
+    """Numbers of requests, each once, in the order in which they were given."""
+    text = ",".join(parts)
+    try:
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise DraftgraphError(
+            f"{option} is {text!r}, expected numbers of requests from 1 on, separated by commas, "
+            "for example 1,4"
+        )
+    return numbers
+
+
 def _stream(engine: Engine, prompt: Prompt, params: SamplingParams, *, speculative: bool) -> Output:
     """Print text as it is committed, or the ids at the end when there is no tokenizer."""
     if not engine.tokenizer.available:
@@ -476,7 +491,13 @@ def sweep(
             help="full, full:WIDTH, threshold:VALUE, early-stop, lagged or live-argmax; repeatable."
         ),
     ],
-    batch: Annotated[str, typer.Option(help="Numbers of requests decoded together.")] = "1",
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Numbers of requests decoded together, as 1,4 or repeated. [default: 1]",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
     repeat: Annotated[int, typer.Option(help="Passes; speeds are their medians.")] = 5,
@@ -498,9 +519,7 @@ def sweep(
 
     params = SamplingParams(max_new_tokens=max_new_tokens)
     schedules = [parse_schedule(text, params) for text in schedule]
-    batches = _ids("--batch", batch)
-    if any(b < 1 for b in batches):
-        raise DraftgraphError(f"--batch is {list(batches)}, expected numbers of at least 1")
+    batches = _requests("--batch", batch or ["1"])
     sets = [read_prompts(file, limit) for file in prompts]
     _check_output(json_out)
     engine = _load(
@@ -574,7 +593,13 @@ def _check_output(file: Path | None) -> None:
 @app.command()
 def profile(
     bundle: BundlePath,
-    batch: Annotated[str, typer.Option(help="Numbers of requests to measure.")] = "1,2,4,8",
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Numbers of requests to measure, as 1,4 or repeated. [default: 1,2,4,8]",
+            show_default=False,
+        ),
+    ] = None,
     context: Annotated[int, typer.Option(help="Committed tokens of every request.")] = 256,
     repeat: Annotated[int, typer.Option(help="Timed passes; medians are kept.")] = 11,
     provider: Provider = "cpu",
@@ -591,12 +616,12 @@ def profile(
     from ..runtime.engine import COSTS
     from .profile import profile as measure
 
-    batches = _ids("--batch", batch)
+    batches = _requests("--batch", batch or ["1,2,4,8"])
     engine = _load(
         bundle,
         provider,
         no_verify=no_verify,
-        max_requests=max([1, *batches]),
+        max_requests=max(batches),
         threads=threads,
         markov=markov,
         device_id=device,
@@ -707,7 +732,11 @@ def simulate(
     trace: Annotated[Path, typer.Option(help="Rounds, from calibrate --trace.")],
     costs: Annotated[Path, typer.Option(help="A cost table (profile, or of another machine).")],
     concurrency: Annotated[
-        str | None, typer.Option(help="Numbers of requests. [default: what the table covers]")
+        list[str] | None,
+        typer.Option(
+            help="Numbers of requests, as 1,4 or repeated. [default: what the table covers]",
+            show_default=False,
+        ),
     ] = None,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks replayed for each point.")] = 2000,
     threshold: Threshold = 0.5,
@@ -726,10 +755,10 @@ def simulate(
 
     traces, table = load_trace(trace), CostTable.load(costs)
     width = traces[0].confidence.shape[1] + 1
-    if concurrency is None:
-        levels = [r for r in CONCURRENCY if table.covers(r, r * width)]
+    if concurrency:
+        levels = list(_requests("--concurrency", concurrency))
     else:
-        levels = list(_ids("--concurrency", concurrency))
+        levels = [r for r in CONCURRENCY if table.covers(r, r * width)]
     points = replay(
         traces,
         table,

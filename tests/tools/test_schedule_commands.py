@@ -26,7 +26,7 @@ from draftgraph.runtime.simulate import load_trace
 from draftgraph.tools.profile import split
 
 NAME, GAMMA = "qwen3-vanilla", 7
-PROFILE = ("--batch=1,2", "--context=16", "--repeat=3")
+PROFILE = ("--batch=2", "--batch=1,2", "--context=16", "--repeat=3")
 LAGGED = ("--prompt-ids=5,6,7", "--max-new-tokens=24", "--stop-ids=", "--scheduler=lagged")
 
 
