@@ -5,8 +5,9 @@ stream, norms, rope tables, features and the target's logits are float32 islands
 states of some targets spike far beyond the fp16 range (above 2e4 on Qwen3-8B) and rounded logits
 tie. With fp32 the casts vanish.
 
-Linear layers and rotation run on packed tokens [N, d]; only attention sees the padded view [R, S],
-so the cost of a ragged batch follows its number of tokens. Weights keep torch's [out, in] layout.
+Linear layers, and in the target rotation, run on packed tokens [N, d]; only attention sees the
+padded view [R, S], so the cost of a ragged batch follows its number of tokens. Weights keep
+torch's [out, in] layout.
 """
 
 from __future__ import annotations
@@ -211,9 +212,11 @@ def repeat(op: Any, x: ir.Value, times: int, axis: int = 1) -> ir.Value:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """How packed heads [N·(H + 2K), D] and the padded view map to each other, once per run.
+    """How packed heads and the padded view map to each other, once per run.
 
-    q, k, v: `head_rows`, those of q grouped (`query_rows`). packed: `packed_rows` of all tokens.
+    q, k, v: `head_rows`, those of q grouped (`query_rows`): of all heads [N·(H + 2K), D] of a token
+    in the target, of the block's queries and of new keys and values in the backbone. packed:
+    `packed_rows` of all tokens.
     """
 
     q: ir.Value

@@ -67,9 +67,7 @@ class CostTable:
     pad_ms: Mapping[int, float] = field(default_factory=dict)
     _rows: dict[int, np.ndarray] = field(init=False, repr=False, compare=False)
     _bare: dict[tuple[int, float, bool], np.ndarray] = field(init=False, repr=False, compare=False)
-    _ends: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = field(
-        init=False, repr=False, compare=False
-    )
+    _ends: dict[int, tuple[np.ndarray, np.ndarray]] = field(init=False, repr=False, compare=False)
     _measured: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -151,12 +149,15 @@ class CostTable:
 
     def ends(self, requests: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Where even steps end, in tokens beyond R, ascending from 0 to `count`; and ms of each."""
-        found = self._ends.get((requests, count))
-        if found is None:
-            row = self.row(requests)[requests : requests + count + 1]
-            last = np.unique([0, *np.flatnonzero(row[1:] > row[:-1]), count])
-            found = self._ends[requests, count] = last, row[last]
-        return found
+        row = self.row(requests)[requests:]
+        if requests not in self._ends:
+            last = np.unique([0, *np.flatnonzero(row[1:] > row[:-1]), len(row) - 1])
+            self._ends[requests] = last, row[last]
+        last, ms = self._ends[requests]
+        if last[-1] == count:
+            return last, ms
+        inside = int(last.searchsorted(count))
+        return np.append(last[:inside], count), np.append(ms[:inside], row[count])
 
     def _without_padding(self, requests: int, column: float, smooth: bool) -> np.ndarray:
         """`row` less `column` ms for each column of padded cells, as it is or convex."""

@@ -151,8 +151,9 @@ def early_stop(data: ScheduleInput) -> Schedule:
     Exact: whether (r, j) is reached and kept depends on the tokens visited before it, which are
     (r, 1 … j-1) and tokens of other requests, and on a_{r,j} itself. The positions after j are
     never visited earlier, and sums and widths run in visiting order, so they cannot matter. The
-    guard takes what the best budget would have gained on the survivals of `LAG` rounds before,
-    which are independent of the current draft.
+    guard takes what the same search would have gained on the survivals of `LAG` rounds before,
+    which are independent of the current draft; beyond `PADDING_UP_TO` requests it is enough that
+    some equal width of all would have gained as much.
     """
     problem = _prepare(data)
     if isinstance(problem, Schedule):
@@ -162,7 +163,8 @@ def early_stop(data: ScheduleInput) -> Schedule:
         if not problem.gains(past):
             return Schedule(data.limits, LOW_GAIN)
     values = problem.order(problem.current)
-    return problem.split(problem.first_stop(problem.current, values), values)
+    budget, _ = problem.first_stop(problem.current, values)
+    return problem.split(budget, values)
 
 
 def lagged(data: ScheduleInput) -> Schedule:
@@ -294,16 +296,15 @@ class _Problem:
         return flat[::-1][: self.total]
 
     def gains(self, survivals: np.ndarray) -> bool:
-        """Whether the best budget gains `min_gain` or more over full verification."""
+        """The guard of `early_stop`: is there `min_gain` or more over full verification?"""
         least = 1 + self.data.min_gain
         if self.requests > PADDING_UP_TO and self.total == survivals.size:
-            # No split of a budget is better than the one by survival, so where equal widths gain
-            # enough there is nothing to sort.
+            # Equal widths need no sorting, and no split of a budget is worse than theirs.
             tokens = self._tokens(survivals.sum(axis=1))
             theta = tokens / self._times(None)[:: self.requests]
             if theta.max() >= least * theta[-1]:
                 return True
-        return self.best(survivals, self.order(survivals))[1] >= least
+        return self.first_stop(survivals, self.order(survivals))[1] >= least
 
     def best(self, survivals: np.ndarray, values: np.ndarray) -> tuple[int, float]:
         """The budget with the largest Θ, and that Θ relative to full verification.
@@ -323,11 +324,13 @@ class _Problem:
         gain = float(theta[peak] / theta[-1])
         return (peak if budgets is None else int(budgets[peak])), gain
 
-    def first_stop(self, survivals: np.ndarray, values: np.ndarray) -> int:
-        """The budget of `early_stop`; see `best`."""
+    def first_stop(self, survivals: np.ndarray, values: np.ndarray) -> tuple[int, float]:
+        """The budget of `early_stop`, otherwise as `best`."""
         tokens, counts = self._tokens(values), self._wider(survivals, values)
         begun = _first_peak(tokens / self._times(counts, smooth=True))
-        return begun + _first_peak(tokens[begun:] / self._times(counts)[begun:])
+        rest = tokens[begun:] / self._times(counts)[begun:]
+        filled = _first_peak(rest)
+        return begun + filled, float(rest[filled] / rest[-1])
 
     def _tokens(self, values: np.ndarray) -> np.ndarray:
         """[len(values) + 1] expected tokens of a step, by how many of `values` it has."""
