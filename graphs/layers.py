@@ -148,21 +148,15 @@ def heads_rope_table(
 
     Values get the identity, so that q, k and v go through one rotation before they are padded.
     """
-    tables = _angles(op, op.Unsqueeze(positions, [1]), spec, max_positions)  # [N, 1, D/2]
-    half, rotated = spec.head_dim // 2, spec.num_heads + spec.num_kv_heads
-    return tuple(
-        cast(op, op.Reshape(_per_head(op, x, spec, rotated, rest), [1, -1, half]), "fp32", dtype)
-        for x, rest in zip(tables, (1.0, 0.0), strict=True)
-    )  # type: ignore[return-value]
+    cos, sin = _angles(op, op.Unsqueeze(positions, [1]), spec, max_positions)  # [N, 1, D/2]
+    rotated, values = spec.num_heads + spec.num_kv_heads, spec.num_kv_heads
+    turns = op.Constant(value=ir.tensor(np.repeat([True, False], [rotated, values])[:, None]))
 
+    def per_head(x: ir.Value, rest: float) -> ir.Value:
+        table = op.Where(turns, x, op.Constant(value=ir.tensor(np.float32(rest))))
+        return cast(op, op.Reshape(table, [1, -1, spec.head_dim // 2]), "fp32", dtype)
 
-def _per_head(op: Any, x: ir.Value, spec: DecoderSpec, rotated: int, rest: float) -> ir.Value:
-    """[N, 1, D/2] -> [N, H + 2K, D/2], with `rest` for the heads that are not rotated."""
-    heads = rotated + spec.num_kv_heads
-    turns = (np.arange(heads) < rotated).reshape(1, heads, 1)
-    return op.Where(
-        op.Constant(value=ir.tensor(turns)), x, op.Constant(value=ir.tensor(np.float32(rest)))
-    )
+    return per_head(cos, 1.0), per_head(sin, 0.0)
 
 
 def _angles(

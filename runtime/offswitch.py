@@ -221,8 +221,9 @@ class OffSwitch:
                 continue
             survivals = np.stack([o.survival for o in ranked[:size]], axis=1)
             theta, _ = self._theta(survivals, requests, self.costs.draft(others + size))
-            if theta.max() >= best:
-                best, chosen = float(theta.max()), size
+            peak = float(theta.max())
+            if peak >= best:
+                best, chosen = peak, size
         return ranked[:chosen]
 
     def _best_within(

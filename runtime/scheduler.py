@@ -28,7 +28,7 @@ drafts it may only use those of earlier rounds; only `live-argmax` takes the cur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -158,10 +158,8 @@ def early_stop(data: ScheduleInput) -> Schedule:
     problem = _prepare(data)
     if isinstance(problem, Schedule):
         return problem
-    if data.min_gain > 0:
-        past = problem.past()
-        if not problem.gains(past):
-            return Schedule(data.limits, LOW_GAIN)
+    if data.min_gain > 0 and not problem.gains(problem.past()):
+        return Schedule(data.limits, LOW_GAIN)
     values = problem.order(problem.current)
     budget, _ = problem.first_stop(problem.current, values)
     return problem.split(budget, values)
@@ -274,20 +272,14 @@ class _Problem:
         """[γ, R] survivals of `LAG` rounds before."""
         lagged = self.data.lagged
         if lagged is None:
-            return self.within_limits(np.ones(self.current.shape))
+            return _mask(np.ones(self.current.shape), self.data.limits, self.total)
         if lagged.T.shape != self.current.shape:
             raise DraftgraphError(
                 f"lagged survivals have shape {lagged.shape}, confidences {self.current.T.shape}"
             )
         if lagged.size and not (lagged.min() >= 0 and lagged.max() <= 1):
             raise DraftgraphError("lagged survivals must lie in [0, 1] and be finite")
-        return self.within_limits(lagged.T)
-
-    def within_limits(self, values: np.ndarray) -> np.ndarray:
-        """values [γ, R] with -1 beyond each request's limit."""
-        if self.total == values.size:
-            return values
-        return np.where(np.arange(len(values))[:, None] < self.data.limits, values, -1.0)
+        return _mask(lagged.T, self.data.limits, self.total)
 
     def order(self, survivals: np.ndarray) -> np.ndarray:
         """[total] the survivals within the limits, largest first."""
@@ -312,17 +304,17 @@ class _Problem:
         survivals: [γ, R]; values: their `order`.
         """
         counts = self._wider(survivals, values)
+        budgets: np.ndarray | range
         if counts is None:
             # A step costs the same up to its end, so only the ends can be best.
             budgets, times = self.costs.ends(self.requests, self.total)
             tokens = self._tokens(np.add.reduceat(values, budgets[:-1]))
             theta = tokens / (times + self.draft_ms)
         else:
-            budgets = None
+            budgets = range(self.total + 1)
             theta = self._tokens(values) / self._times(counts)
         peak = int(theta.argmax())
-        gain = float(theta[peak] / theta[-1])
-        return (peak if budgets is None else int(budgets[peak])), gain
+        return int(budgets[peak]), float(theta[peak] / theta[-1])
 
     def first_stop(self, survivals: np.ndarray, values: np.ndarray) -> tuple[int, float]:
         """The budget of `early_stop`, otherwise as `best`."""
@@ -340,9 +332,7 @@ class _Problem:
         return np.add.accumulate(tokens)  # `cumsum` and `out` cost a microsecond each
 
     def _wider(self, survivals: np.ndarray, values: np.ndarray) -> list[int] | None:
-        return (
-            wider(survivals, values) if self.requests <= PADDING_UP_TO or not self.total else None
-        )
+        return wider(survivals, values) if self.requests <= PADDING_UP_TO else None
 
     def _times(self, counts: list[int] | None, smooth: bool = False) -> np.ndarray:
         times = self.costs.times(self.requests, self.total, counts, smooth=smooth)
@@ -387,12 +377,7 @@ def _prepare(data: ScheduleInput) -> _Problem | Schedule:
     current = data.confidence.T.astype(np.float64, order="C")
     for j in range(1, len(current)):  # `survival`, faster for a short γ
         current[j] *= current[j - 1]
-    problem = _Problem(data, current, total, costs, draft_ms)
-    return (
-        problem
-        if total == current.size
-        else replace(problem, current=problem.within_limits(current))
-    )
+    return _Problem(data, _mask(current, limits, total), total, costs, draft_ms)
 
 
 def _check_confidence(confidence: np.ndarray) -> None:
@@ -402,6 +387,13 @@ def _check_confidence(confidence: np.ndarray) -> None:
             "confidences must lie in [0, 1] and be finite; the confidence head's output is not, "
             "which usually means a half-precision overflow: export with --dtype bf16 or fp32"
         )
+
+
+def _mask(values: np.ndarray, limits: np.ndarray, total: int) -> np.ndarray:
+    """values [γ, R] with -1 beyond each request's limit; total: Σ limits."""
+    if total == values.size:
+        return values
+    return np.where(np.arange(len(values))[:, None] < limits, values, -1.0)
 
 
 def _first_peak(curve: np.ndarray) -> int:

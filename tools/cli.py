@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -16,6 +17,8 @@ from . import console
 if TYPE_CHECKING:
     from ..runtime import Engine, Output, SamplingParams
     from ..runtime.tokenizer import Prompt
+
+T = TypeVar("T")
 
 # Distributions of draftgraph[export] by the module whose absence tells that they are missing.
 _EXPORT_MODULES = {
@@ -104,6 +107,13 @@ ChatTemplate = Annotated[
 ]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
 Threshold = Annotated[float, typer.Option(help="Confidence below which a block is cut.")]
+
+
+def _requests_option(what: str, default: str) -> Any:
+    """The option that `_requests` reads."""
+    return typer.Option(
+        help=f"{what}, as 1,4 or repeated. [default: {default}]", show_default=False
+    )
 
 
 def _version(wanted: bool) -> None:
@@ -349,27 +359,31 @@ def _read_text(file: str) -> str:
 
 
 def _ids(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text.strip() else ()
-    except ValueError:
-        raise DraftgraphError(
-            f"{option} is {text!r}, expected token ids separated by commas, for example 5,6,7"
-        ) from None
+    expected = "token ids separated by commas, for example 5,6,7"
+    return _separated(option, text, int, expected) if text.strip() else ()
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    return _separated(option, text, float, "numbers separated by commas, for example 0,0.8")
 
 
 def _requests(option: str, parts: list[str]) -> tuple[int, ...]:
     """Numbers of requests, each once, in the order in which they were given."""
-    text = ",".join(parts)
+
+    def read(part: str) -> int:
+        if int(part) < 1:
+            raise ValueError
+        return int(part)
+
+    expected = "numbers of requests from 1 on, separated by commas, for example 1,4"
+    return tuple(dict.fromkeys(_separated(option, ",".join(parts), read, expected)))
+
+
+def _separated(option: str, text: str, read: Callable[[str], T], expected: str) -> tuple[T, ...]:
     try:
-        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        return tuple(read(part) for part in text.split(","))
     except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise DraftgraphError(
-            f"{option} is {text!r}, expected numbers of requests from 1 on, separated by commas, "
-            "for example 1,4"
-        )
-    return numbers
+        raise DraftgraphError(f"{option} is {text!r}, expected {expected}") from None
 
 
 def _stream(engine: Engine, prompt: Prompt, params: SamplingParams, *, speculative: bool) -> Output:
@@ -492,11 +506,7 @@ def sweep(
         ),
     ],
     batch: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Numbers of requests decoded together, as 1,4 or repeated. [default: 1]",
-            show_default=False,
-        ),
+        list[str] | None, _requests_option("Numbers of requests decoded together", "1")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
@@ -594,11 +604,7 @@ def _check_output(file: Path | None) -> None:
 def profile(
     bundle: BundlePath,
     batch: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Numbers of requests to measure, as 1,4 or repeated. [default: 1,2,4,8]",
-            show_default=False,
-        ),
+        list[str] | None, _requests_option("Numbers of requests to measure", "1,2,4,8")
     ] = None,
     context: Annotated[int, typer.Option(help="Committed tokens of every request.")] = 256,
     repeat: Annotated[int, typer.Option(help="Timed passes; medians are kept.")] = 11,
@@ -732,11 +738,7 @@ def simulate(
     trace: Annotated[Path, typer.Option(help="Rounds, from calibrate --trace.")],
     costs: Annotated[Path, typer.Option(help="A cost table (profile, or of another machine).")],
     concurrency: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Numbers of requests, as 1,4 or repeated. [default: what the table covers]",
-            show_default=False,
-        ),
+        list[str] | None, _requests_option("Numbers of requests", "what the table covers")
     ] = None,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks replayed for each point.")] = 2000,
     threshold: Threshold = 0.5,
@@ -1067,15 +1069,6 @@ def fit_compare(
     if json_out is not None:
         write_json(json_out, {"schema_version": 1, "rows": rows})
     render(rows, console.stdout())
-
-
-def _numbers(option: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise DraftgraphError(
-            f"{option} is {text!r}, expected numbers separated by commas, for example 0,0.8"
-        ) from None
 
 
 def _missing_extra(error: ImportError, command: str, extra: str) -> Exception:
