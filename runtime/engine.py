@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -479,12 +479,30 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculative: bool = True,
-        on_step: Callable[[Sequence[Request]], None] | None = None,
     ) -> list[Output]:
         """Decode many prompts, up to `max_requests` at a time; outputs in the order of prompts.
 
-        params: one for all or one for each. Request i draws with number i. on_step is called after
-        every step with all requests, to watch what they do.
+        params: one for all or one for each. Request i draws with number i.
+        """
+        steps = self.stream_batch(prompts, params, speculative=speculative)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                outputs: list[Output] = end.value
+                return outputs
+
+    def stream_batch(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: bool = True,
+    ) -> Generator[Sequence[Request], None, list[Output]]:
+        """`generate_batch` step by step: yields all requests after every step.
+
+        The generator's return value is what `generate_batch` returns. What still runs when it is
+        closed is dropped.
         """
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -499,10 +517,13 @@ class Engine:
             return []
         self._open_slots(min(self.max_requests, len(requests)))
         self._waiting.extend(requests)
-        while self.busy:
-            self.step()
-            if on_step is not None:
-                on_step(requests)
+        try:
+            while self.busy:
+                self.step()
+                yield requests
+        finally:
+            for request in requests:
+                self._drop(request)
         return [self.output(r) for r in requests]
 
     def generate(

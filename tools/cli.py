@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -525,14 +526,15 @@ def sweep(
     from ..runtime import SamplingParams
     from ..runtime.jsonfile import write_json
     from .prompts import read_prompts
-    from .sweep import Sweep, parse_schedule, render
+    from .sweep import Sweep, parse_schedule, render, twin
 
     params = SamplingParams(max_new_tokens=max_new_tokens)
     schedules = [parse_schedule(text, params) for text in schedule]
     batches = _requests("--batch", batch or ["1"])
     sets = [read_prompts(file, limit) for file in prompts]
     _check_output(json_out)
-    engine = _load(
+    load = partial(
+        _load,
         bundle,
         provider,
         no_verify=no_verify,
@@ -543,8 +545,10 @@ def sweep(
         cuda_graphs=cuda_graphs,
         strict_placement=strict_placement,
     )
+    engine = load()
     measured = Sweep(
         engine,
+        partial(twin, engine) if provider == "cpu" else load,
         schedules,
         max_new_tokens=max_new_tokens,
         repeat=repeat,

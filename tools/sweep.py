@@ -1,10 +1,11 @@
 """Several schedules side by side: speed and acceptance by batch size and prompt file.
 
-Every group of prompts is decoded with every schedule in turn before the next group starts, so that
-all of them meet the same machine; speeds are ratios to plain decoding of the same pass. A group has
-`WAVES` prompts for each slot: whoever ends makes room for the next, as in a server, and only rounds
-in which all slots decode are timed. (In a batch that none joins, what the fast requests gain would
-be lost in waiting for the slowest.)
+Every schedule has an engine of its own, and all decode a group of prompts at the same time, taking
+turns of `TURN_S`: whoever is furthest behind in tokens is next. So all meet the same machine,
+however its speed changes; speeds are ratios to plain decoding of the same pass. A group has `WAVES`
+prompts for each slot: whoever ends makes room for the next, as in a server, and only rounds in
+which all slots decode are timed. (In a batch that none joins, what the fast requests gain would be
+lost in waiting for the slowest.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from ..graphs.errors import DraftgraphError
 from ..runtime import Engine, Output, SamplingParams
+from ..runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from ..runtime.request import Request
 from ..runtime.scheduler import NO_CONFIDENCE, NO_COSTS, NOT_COVERED
 from .console import number, table
@@ -26,8 +28,21 @@ from .prompts import PromptSet
 
 PLAIN = "plain"
 WAVES = 4
+TURN_S = 0.1
 # Why a schedule did the same as full.
 IDLE = {NO_CONFIDENCE, NO_COSTS, NOT_COVERED}
+
+
+def twin(engine: Engine) -> Engine:
+    """An engine over the same sessions on the CPU, with caches of its own."""
+    assert isinstance(engine.backend, OnnxRuntimeCpu)
+    return Engine(
+        engine.bundle,
+        engine.backend.twin(),
+        max_requests=engine.max_requests,
+        calibration=engine.calibration,
+        costs=engine.costs,
+    )
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,10 @@ class Watch:
     def __init__(self, tally: Tally, slots: int) -> None:
         self.tally, self.slots = tally, slots
         self._counts: dict[int, int] = {}
+        self.resume()
+
+    def resume(self) -> None:
+        """The next step begins now; what was done since the last one does not count."""
         self._last = time.perf_counter()
 
     def __call__(self, requests: Sequence[Request]) -> None:
@@ -112,15 +131,51 @@ class Watch:
         if len(decoded) == self.slots:
             self.tally.decode_ms += 1e3 * (now - begin)
             self.tally.timed_tokens += sum(decoded)
-        self._last = time.perf_counter()
+        self.resume()
 
 
-class Sweep:
-    """The settings of one sweep. A file of fewer prompts than slots is decoded with as many."""
+class Lane:
+    """One schedule that decodes a group of prompts, turn by turn. tokens: generated so far."""
 
     def __init__(
         self,
         engine: Engine,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        tally: Tally,
+        *,
+        speculative: bool,
+    ) -> None:
+        self.tokens, self.done = 0, False
+        self._steps = engine.stream_batch(prompts, params, speculative=speculative)
+        self._tally = tally
+        self._watch = Watch(tally, min(engine.max_requests, len(prompts)))
+
+    def turn(self, seconds: float) -> None:
+        """Steps until they took so long."""
+        end = time.perf_counter() + seconds
+        self._watch.resume()
+        while time.perf_counter() < end:
+            try:
+                requests = next(self._steps)
+            except StopIteration as ended:
+                self._tally.add(ended.value)
+                self.done = True
+                return
+            self._watch(requests)
+            self.tokens = sum(len(r.generated) for r in requests)
+
+
+class Sweep:
+    """The settings of one sweep. A file of fewer prompts than slots is decoded with as many.
+
+    another: makes an engine like the first one; every schedule needs its own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        another: Callable[[], Engine],
         schedules: Sequence[Schedule],
         *,
         max_new_tokens: int,
@@ -132,22 +187,27 @@ class Sweep:
             raise DraftgraphError(f"--repeat is {repeat}, expected at least 1")
         if len({s.name for s in schedules}) != len(schedules):
             raise DraftgraphError("a schedule is named twice")
-        self.engine, self.repeat, self.report = engine, repeat, report
-        self.schedules = [s for s in schedules if s.params is not None]
+        self.repeat, self.report = repeat, report
+        self.ways = [Schedule(PLAIN, None), *(s for s in schedules if s.params is not None)]
+        self.engines = {way.name: another() if way.params else engine for way in self.ways}
         self.plain = SamplingParams(max_new_tokens=max_new_tokens)
-        self.chat = engine.tokenizer.has_chat_template if chat is None else chat
+        self.tokenizer = engine.tokenizer
+        self.chat = self.tokenizer.has_chat_template if chat is None else chat
 
     def run(self, sets: Sequence[PromptSet], batches: Sequence[int]) -> dict[str, Any]:
         """Figures by batch size, file and schedule."""
         jobs = {
-            str(s.file): [self.engine.tokenizer.encode(p.formatted(self.chat)) for p in s.prompts]
+            str(s.file): [self.tokenizer.encode(p.formatted(self.chat)) for p in s.prompts]
             for s in sets
         }
-        self._decode(next(iter(jobs.values()))[:1], None, Tally())  # warm-up
+        self._decode(
+            next(iter(jobs.values()))[:1], {way.name: Tally() for way in self.ways}
+        )  # warm-up
         result: dict[str, Any] = {"batches": {}}
         reference: dict[str, list[list[int]]] = {}
         for batch in batches:
-            self.engine.max_requests = batch
+            for engine in self.engines.values():
+                engine.max_requests = batch
             passes: list[dict[str, dict[str, Tally]]] = []
             for turn in range(self.repeat):
                 passes.append({f: self._pass(prompts, batch, turn) for f, prompts in jobs.items()})
@@ -163,28 +223,31 @@ class Sweep:
         return result
 
     def _pass(self, prompts: list[list[int]], batch: int, turn: int) -> dict[str, Tally]:
-        ways = [Schedule(PLAIN, None), *self.schedules]
-        tallies = {way.name: Tally() for way in ways}
+        tallies = {way.name: Tally() for way in self.ways}
         for i, group in enumerate(_groups(prompts, batch)):
-            first = (turn + i) % len(ways)
-            for way in (*ways[first:], *ways[:first]):
-                self._decode(group, way.params, tallies[way.name])
+            self._decode(group, tallies, first=turn + i)
         return tallies
 
-    def _decode(
-        self, prompts: list[list[int]], params: SamplingParams | None, tally: Tally
-    ) -> None:
-        watch = Watch(tally, min(self.engine.max_requests, len(prompts)))
-        tally.add(
-            self.engine.generate_batch(
-                prompts, params or self.plain, speculative=params is not None, on_step=watch
+    def _decode(self, prompts: list[list[int]], tallies: dict[str, Tally], first: int = 0) -> None:
+        lanes = [
+            Lane(
+                self.engines[way.name],
+                prompts,
+                way.params or self.plain,
+                tallies[way.name],
+                speculative=way.params is not None,
             )
-        )
+            for way in self.ways
+        ]
+        first %= len(lanes)
+        lanes = lanes[first:] + lanes[:first]
+        while running := [lane for lane in lanes if not lane.done]:
+            min(running, key=lambda lane: lane.tokens).turn(TURN_S)
 
     def _figures(self, passes: Sequence[dict[str, dict[str, Tally]]]) -> dict[str, Any]:
         """By schedule, over the files of every pass. speed is the median over passes."""
         figures = {}
-        for name in (PLAIN, *(s.name for s in self.schedules)):
+        for name in (way.name for way in self.ways):
             ratios = []
             for files in passes:
                 # Time per token, summed over files: all count alike.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from ..bundle import Bundle
@@ -14,3 +15,9 @@ class OnnxRuntimeCpu(OnnxRuntime):
 
     def __init__(self, bundle: Bundle, **options: Any) -> None:
         super().__init__(bundle, PROVIDERS["cpu"], **options)
+
+    def twin(self) -> OnnxRuntimeCpu:
+        """Another backend over the same sessions, with caches and tensors of its own."""
+        other = copy(self)
+        other._begin()
+        return other

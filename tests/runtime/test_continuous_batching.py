@@ -606,3 +606,17 @@ def test_a_batch_that_is_refused_runs_nothing(engine: EngineFactory) -> None:
     assert not runner.busy
     with pytest.raises(DraftgraphError, match="max_requests is 0"):
         Engine(runner.bundle, runner.backend, max_requests=0)
+
+
+def test_a_batch_can_be_left_before_its_end(engine: EngineFactory) -> None:
+    made = engine(NAME)
+    prompts = prompts_of(NAME)
+    params = SamplingParams(max_new_tokens=12, **NO_STOP)
+    steps = made.stream_batch(prompts, params)
+    requests = next(steps)
+    assert len(requests) == len(prompts)
+    with pytest.raises(DraftgraphError, match="decoding requests"):
+        made.generate(prompts[0], params)
+    steps.close()
+    assert not made.busy
+    made.generate(prompts[0], params)

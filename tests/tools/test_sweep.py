@@ -12,8 +12,8 @@ from helpers import run_cli as run
 from helpers import run_cli_ok as ok
 
 from draftgraph.graphs.errors import DraftgraphError
-from draftgraph.runtime import Engine, SamplingParams
-from draftgraph.tools.sweep import Tally, Watch, _groups, parse_schedule
+from draftgraph.runtime import Engine, Output, SamplingParams
+from draftgraph.tools.sweep import Lane, Tally, Watch, _groups, parse_schedule, twin
 
 NAME, GAMMA = "qwen3-vanilla", 7
 PARAMS = SamplingParams(max_new_tokens=12, stop_ids=())
@@ -42,8 +42,10 @@ def test_the_tally_counts_every_token_once(engine: Callable[..., Engine]) -> Non
     made = engine(NAME)
     prompts = [list(p["prompt"]) for p in load_golden(NAME).prompts]
     tally = Tally()
-    outputs = made.generate_batch(prompts, PARAMS, on_step=Watch(tally, len(prompts)))
-    tally.add(outputs)
+    lane = Lane(made, prompts, PARAMS, tally, speculative=True)
+    while not lane.done:
+        lane.turn(0.001)
+    outputs = made.generate_batch(prompts, PARAMS)
     assert tally.ids == [o.token_ids for o in outputs]
     assert tally.tokens == sum(len(o.token_ids) - 1 for o in outputs)
     rounds = [r for o in outputs for r in o.rounds]
@@ -53,8 +55,30 @@ def test_the_tally_counts_every_token_once(engine: Callable[..., Engine]) -> Non
         sum(r.verified for r in rounds),
         sum(r.accepted for r in rounds),
     )
+    assert lane.tokens == tally.tokens + len(prompts)  # the first tokens are the prefills'
     assert 0 < tally.timed_tokens <= tally.tokens
     assert tally.decode_ms > 0
+
+
+def test_engines_over_the_same_sessions_do_not_disturb_each_other(
+    engine: Callable[..., Engine],
+) -> None:
+    """Step by step in turns: the ids and rounds of each alone."""
+    made = engine(NAME)
+    other = twin(made)
+    prompts = [list(p["prompt"]) for p in load_golden(NAME).prompts]
+    alone = made.generate_batch(prompts, PARAMS), made.generate_batch(prompts[:2], PARAMS)
+    lanes = made.stream_batch(prompts, PARAMS), other.stream_batch(prompts[:2], PARAMS)
+    together: dict[int, list[Output]] = {}
+    while len(together) < 2:
+        for i, steps in enumerate(lanes):
+            try:
+                next(steps)
+            except StopIteration as end:
+                together.setdefault(i, end.value)
+    for i, outputs in enumerate(alone):
+        assert [o.token_ids for o in together[i]] == [o.token_ids for o in outputs]
+        assert [o.rounds for o in together[i]] == [o.rounds for o in outputs]
 
 
 def test_only_rounds_in_which_all_slots_decode_are_timed(engine: Callable[..., Engine]) -> None:
@@ -67,7 +91,9 @@ def test_only_rounds_in_which_all_slots_decode_are_timed(engine: Callable[..., E
     lengths = (3, 3, 3, 9, 5)
     params = [SamplingParams(max_new_tokens=n, stop_ids=()) for n in lengths]
     tally = Tally()
-    made.generate_batch([[5, 6, 7]] * 5, params, speculative=False, on_step=Watch(tally, slots=2))
+    watch = Watch(tally, slots=2)
+    for requests in made.stream_batch([[5, 6, 7]] * 5, params, speculative=False):
+        watch(requests)
     assert tally.timed_tokens == 2 * (2 + 2 + 4)
     assert tally.decode_ms > 0
 

@@ -121,18 +121,30 @@ class OnnxRuntime:
             raise DraftgraphError(f"provider {provider.name}: {problem}")
         _check_bf16(bundle, provider, device_id)
         use_one_thread_pool(threads)
-        self.seconds: dict[str, float] = defaultdict(float)
         self._strict = strict_placement
         self._engine_cache = self._cache_folder(engine_cache)
         self._sessions: dict[str, ort.InferenceSession] = {}
         self.placements: dict[str, Placement] = {}
         self._hosted: dict[str, frozenset[str]] = {}  # inputs that a graph wants on the host
+        self._taken: dict[str, frozenset[str]] = {}  # of `_sources`
         self._cuda_graphs = cuda_graphs
         self._graphs = None
         if provider.graph_id and cuda_graphs is not False:
             self._graphs = Graphs(provider.graph_id)
             self._worker = Worker()
         self._without_graphs: dict[str, str] = {}  # sessions that refuse CUDA graphs, and why
+        for name in ("target", "backbone", f"{self._markov}_greedy", "accept_greedy"):
+            self._session(name)
+        self._memory: Memory = (
+            HostMemory()
+            if provider.host
+            else DeviceMemory(provider.device, device_id, self._sessions["accept_greedy"])
+        )
+        self._begin()
+
+    def _begin(self) -> None:
+        """With no slots, and nothing computed."""
+        self.seconds: dict[str, float] = defaultdict(float)
         self._caches: dict[str, dict[str, Tensor]] = {"target": {}, "backbone": {}}
         self._capacity = {"target": 0, "backbone": 0}
         self._slots = 0
@@ -143,14 +155,6 @@ class OnnxRuntime:
         self._bindings: dict[tuple[Any, ...], _Binding] = {}
         self._shared: dict[tuple[Any, ...], _Io] = {}  # by graph and slots
         self._tensors: dict[str, Tensor] = {}  # intermediate tensors by name
-        self._taken: dict[str, frozenset[str]] = {}  # of `_sources`
-        for name in ("target", "backbone", f"{self._markov}_greedy", "accept_greedy"):
-            self._session(name)
-        self._memory: Memory = (
-            HostMemory()
-            if provider.host
-            else DeviceMemory(provider.device, device_id, self._sessions["accept_greedy"])
-        )
         self._features = self._feature_rows()
 
     # Sessions
