@@ -308,7 +308,7 @@ class _Validation:
         lengths = np.array([(gamma - i) % gamma + 1 if gamma > 1 else 1 for i in range(r)])
         lengths = np.minimum(lengths, gamma)
         past = np.array([len(p) for p in self.prompts[:r]]) - 1
-        past = np.minimum(past, backend._capacity["target"] - gamma - 1)
+        past = np.minimum(past, backend.capacity[0] - gamma - 1)
         tokens = np.concatenate(
             [np.concatenate([[self.prompts[i][-1]], ids[i, : lengths[i]]]) for i in range(r)]
         )

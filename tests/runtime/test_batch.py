@@ -152,7 +152,7 @@ def test_writes_past_the_capacity_are_refused(bundle: Callable[..., Path]) -> No
     """ONNX Runtime would clamp the write and overwrite valid rows."""
     backend = OnnxRuntimeCpu(load_bundle(bundle("qwen3-vanilla")))
     backend.reserve(1, 1, 1)
-    capacity = backend._capacity["target"]
+    capacity = backend.capacity[0]
     with pytest.raises(ValueError, match=f"target: {capacity + 1} cache rows needed"):
         run_target(backend, [[1, 2]], [capacity - 1])
     run_target(backend, [[1, 2]], [capacity - 2])

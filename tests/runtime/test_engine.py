@@ -174,6 +174,8 @@ def test_feature_rows_stay_for_the_next_batch_up_to_a_limit(
     bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While eight prompts are prefilled, the features of all of them are held."""
+    limit = features.KEEP_BYTES
+    monkeypatch.setattr(features, "KEEP_BYTES", 0)  # no room is reserved
     engine = Engine.load(bundle(NAME))
     prompts = [load_golden(NAME).prompts[3]["prompt"][:100]] * 8
     params = SamplingParams(max_new_tokens=12, **NO_STOP)
@@ -183,6 +185,7 @@ def test_feature_rows_stay_for_the_next_batch_up_to_a_limit(
         return count
 
     before = rows()
+    monkeypatch.setattr(features, "KEEP_BYTES", limit)
     first = engine.generate_batch(prompts, params)
     grown = rows()
     assert grown > before

@@ -11,6 +11,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ from draftgraph.runtime import DraftgraphError, Engine, SamplingParams, load_bun
 from draftgraph.runtime.backends import available
 from draftgraph.runtime.backends.base import ContextBatch, TokenBatch
 from draftgraph.runtime.backends.onnxruntime import backend as backend_module
+from draftgraph.runtime.backends.onnxruntime import caches as caches_module
+from draftgraph.runtime.backends.onnxruntime import features as features_module
 from draftgraph.runtime.backends.onnxruntime import providers
 from draftgraph.runtime.backends.onnxruntime.backend import OnnxRuntime, hosted_inputs
+from draftgraph.runtime.backends.onnxruntime.caches import Caches
 from draftgraph.runtime.backends.onnxruntime.features import FeatureRows
 from draftgraph.runtime.backends.onnxruntime.graphs import Worker
 from draftgraph.runtime.backends.onnxruntime.memory import (
+    Block,
     DeviceMemory,
     HostMemory,
     Memory,
@@ -240,9 +245,68 @@ def test_memory(kind: str, dtype: str, bundle: BundleFactory) -> None:
     shape = (2, 3, 7, 5)
     new = Tensor(where.allocate(nbytes(shape, dtype)), shape, dtype)
     assert not where.read(new).any()
-    where.extend(old, new)
-    np.testing.assert_array_equal(where.read(new)[:, :, :4], values)
-    assert not where.read(new)[:, :, 4:].any()
+    if isinstance(where, DeviceMemory):
+        where.extend(old, new)
+        np.testing.assert_array_equal(where.read(new)[:, :, :4], values)
+        assert not where.read(new)[:, :, 4:].any()
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_caches(kind: str, dtype: str, bundle: BundleFactory) -> None:
+    """Rows stay what they were while their number grows, in place or not."""
+    where = memory(kind, bundle)
+    caches = Caches(where, ["a", "b", "c"], heads=2, size=5, dtype=dtype, longest=20)
+    values: dict[str, np.ndarray] = {}
+    held = 0
+    for capacity in (3, 4, 20, 50):
+        caches.grow(3, capacity)
+        assert caches.capacity == capacity
+        spans = sorted((t.address, t.address + t.nbytes) for t in caches.tensors.values())
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+        for i, (name, tensor) in enumerate(caches.tensors.items()):
+            assert tensor.shape == (3, 2, capacity, 5)
+            if name in values:
+                np.testing.assert_array_equal(where.read(tensor)[:, :, :held], values[name])
+            new = np.arange(where.read(tensor).size).reshape(tensor.shape) % 251 + i
+            data = Tensor(where.allocate(tensor.nbytes), tensor.shape, dtype)
+            where.read(data)[...] = new  # the fake device is this process
+            where.copy(data, tensor)
+            values[name] = where.read(tensor).copy()
+        held = capacity
+    caches.clear(forget=True)
+    assert (caches.capacity, caches.tensors) == (0, {})
+    caches.grow(3, 4)
+    assert not any(where.read(t).any() for t in caches.tensors.values())
+
+
+def test_memory_of_caches_is_used_again_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = HostMemory()
+    caches = Caches(where, ["a", "b"], heads=2, size=4, dtype="fp32", longest=64)
+    caches.grow(1, 8)
+    (block,) = {t.block for t in caches.tensors.values()}
+    caches.grow(1, 64)  # as long as any request
+    caches.clear()
+    caches.grow(2, 16)
+    assert {t.block for t in caches.tensors.values()} == {block}
+    monkeypatch.setattr(caches_module, "KEEP_BYTES", 0)
+    caches.clear()
+    caches.grow(1, 8)
+    assert {t.block for t in caches.tensors.values()} != {block}
+
+
+def test_caches_take_what_they_need_where_no_more_can_be_reserved() -> None:
+    class Tight(HostMemory):
+        def allocate(self, size: int) -> Block:
+            if size > 4096:
+                raise MemoryError
+            return super().allocate(size)
+
+    caches = Caches(Tight(), ["a"], heads=1, size=4, dtype="fp32", longest=1 << 20)
+    caches.grow(1, 200)
+    assert caches.tensors["a"].shape == (1, 1, 200, 4)
+    with pytest.raises(MemoryError):
+        caches.grow(1, 300)
 
 
 def test_large_device_memory_is_cleared(
@@ -268,7 +332,8 @@ def test_memory_that_does_not_exist(bundle: BundleFactory) -> None:
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
-def test_feature_rows(kind: str, bundle: BundleFactory) -> None:
+def test_feature_rows(kind: str, bundle: BundleFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features_module, "KEEP_BYTES", 0)  # no room is reserved
     where = memory(kind, bundle)
     features = FeatureRows(where, 2, most=None)
 

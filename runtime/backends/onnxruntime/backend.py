@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from ....graphs.contract import DecoderSpec
 from ....graphs.errors import DraftgraphError
 from ...bundle import WEIGHTS, Bundle
 from ...engine_cache import ENGINES
@@ -36,6 +35,7 @@ from ..calls import (
     target_call,
 )
 from ..hugepages import large_pages
+from .caches import Caches
 from .features import FeatureRows
 from .graphs import Graphs, Worker
 from .memory import ELEMENTS, DeviceMemory, HostMemory, Memory, Staging, Tensor, nbytes
@@ -145,8 +145,21 @@ class OnnxRuntime:
     def _begin(self) -> None:
         """With no slots, and nothing computed."""
         self.seconds: dict[str, float] = defaultdict(float)
-        self._caches: dict[str, dict[str, Tensor]] = {"target": {}, "backbone": {}}
-        self._capacity = {"target": 0, "backbone": 0}
+        decoders = {
+            "target": self.bundle.target.decoder,
+            "backbone": self.bundle.draft.decoder,
+        }
+        self._caches = {
+            graph: Caches(
+                self._memory,
+                [f"past_{kind}.{i}" for i in range(d.num_layers) for kind in ("key", "value")],
+                d.num_kv_heads,
+                d.head_dim,
+                self.bundle.dtype,
+                longest=capacity_step(self.bundle.max_seq_len + 2 * self.bundle.draft.block_size),
+            )
+            for graph, d in decoders.items()
+        }
         self._slots = 0
         self._rows = LogitRows()
         self._constants: dict[tuple[str, tuple[int, ...]], Tensor] = {}
@@ -274,20 +287,19 @@ class OnnxRuntime:
 
     @property
     def capacity(self) -> tuple[int, int]:
-        return self._capacity["target"], self._capacity["backbone"]
+        return self._caches["target"].capacity, self._caches["backbone"].capacity
 
     def reset(self, slots: int) -> None:
         self._features.clear()
         # On a device grown caches stay, and with them the CUDA graphs of earlier requests.
         grown = self.provider.host and (
-            self._features.too_large_to_keep
-            or any(c > capacity_step(1) for c in self._capacity.values())
+            self._features.too_large_to_keep or any(c > capacity_step(1) for c in self.capacity)
         )
         if slots != self._slots or grown:
             self._forget_bindings()
             self._slots = slots
-            self._capacity = {"target": 0, "backbone": 0}
-            self._caches = {"target": {}, "backbone": {}}
+            for caches in self._caches.values():  # no slots: an error left them, with NaN maybe
+                caches.clear(forget=not slots)
             self._tensors = {}
             if self._features.too_large_to_keep:
                 self._features = self._feature_rows()
@@ -303,25 +315,17 @@ class OnnxRuntime:
                 f"{slots} requests at a time, but the sessions were made for max_requests "
                 f"{self._limits.max_batch}; load the engine with more"
             )
-        specs = {"target": self.bundle.target.decoder, "backbone": self.bundle.draft.decoder}
         for graph, rows in (("target", target_rows), ("backbone", draft_rows)):
             if self._limits is not None:
-                if rows and not self._capacity[graph]:
+                if rows and not self._caches[graph].capacity:
                     assert self._limits.capacity is not None
-                    self._grow(graph, specs[graph], self._limits.capacity)
-            elif rows > self._capacity[graph]:
-                self._grow(graph, specs[graph], self._step(rows))
+                    self._grow(graph, self._limits.capacity)
+            elif rows > self._caches[graph].capacity:
+                self._grow(graph, self._step(rows))
 
-    def _grow(self, graph: str, spec: DecoderSpec, capacity: int) -> None:
-        shape = (self._slots, spec.num_kv_heads, capacity, spec.head_dim)
-        dtype = self.bundle.dtype
+    def _grow(self, graph: str, capacity: int) -> None:
         self._forget_bindings(graph)
-        for name in _cache_names(spec):
-            new = Tensor(self._memory.allocate(nbytes(shape, dtype)), shape, dtype)
-            if name in self._caches[graph]:
-                self._memory.extend(self._caches[graph][name], new)
-            self._caches[graph][name] = new
-        self._capacity[graph] = capacity
+        self._caches[graph].grow(self._slots, capacity)
 
     def _feature_rows(self) -> FeatureRows:
         width = len(self.bundle.draft.tap_ids) * self.bundle.target.decoder.hidden_size
@@ -331,10 +335,10 @@ class OnnxRuntime:
     def _check_room(self, graph: str, past_length: np.ndarray, rows: int) -> None:
         """ONNX Runtime would clamp and overwrite valid rows, TensorRT would drop the write."""
         end = int(past_length.max(initial=0)) + rows
-        if end > self._capacity[graph]:
+        capacity = self._caches[graph].capacity
+        if end > capacity:
             raise DraftgraphError(
-                f"{graph}: {end} cache rows needed, the capacity is {self._capacity[graph]}; "
-                "call reserve first"
+                f"{graph}: {end} cache rows needed, the capacity is {capacity}; call reserve first"
             )
 
     # Phases
@@ -503,7 +507,7 @@ class OnnxRuntime:
         graph, sizes = call.graph, call.sizes
         session, info = self._session(graph), self.bundle.graphs[graph]
         hosted = self._hosted.get(graph, frozenset())
-        caches = self._caches.get(graph, {})
+        caches = self._caches[graph].tensors if graph in self._caches else {}
         staged = {
             t.name: (call.feeds[t.name].shape, t.dtype) for t in info.inputs if t.name in call.feeds
         }
@@ -538,7 +542,7 @@ class OnnxRuntime:
         These are most of a graph's tensors, and binding them takes longer than a step may lose, so
         all shapes of a graph with caches share one. Captured graphs get their own.
         """
-        caches = self._caches.get(graph, {})
+        caches = self._caches[graph].tensors if graph in self._caches else {}
         key, share = (graph, first_slot, slots), bool(caches) and self._graphs is None
         if share and key in self._shared:
             return self._shared[key]
@@ -669,7 +673,3 @@ def _check_bf16(bundle: Bundle, provider: Provider, device_id: int) -> None:
             f"{bundle.path}: a bf16 bundle, but {found.name} (compute capability "
             f"{found.compute_capability}) has no bf16 arithmetic; export with --dtype fp16"
         )
-
-
-def _cache_names(spec: DecoderSpec) -> list[str]:
-    return [f"past_{kind}.{i}" for i in range(spec.num_layers) for kind in ("key", "value")]

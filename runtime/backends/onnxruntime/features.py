@@ -14,7 +14,7 @@ import numpy as np
 from ....graphs.errors import DraftgraphError
 from ..base import PREFILL_CHUNK, ContextBatch
 from ..calls import runs
-from .memory import Memory, Tensor, nbytes
+from .memory import HostMemory, Memory, Tensor, nbytes
 
 # What idle slots may go on holding.
 KEEP_BYTES = 64 << 20
@@ -24,16 +24,19 @@ class FeatureRows:
     """`all`: [T, width] f32, every row. `current`: [N, width], those of the last target call.
 
     most: rows that `all` grows to at once, None for any number. Calls that return a bool say
-    whether `all` has moved to other memory.
+    whether `all` has moved to other memory, which takes as long as a decode step or two.
     """
 
     def __init__(self, memory: Memory, width: int, most: int | None) -> None:
         self._memory, self._width, self._most = memory, width, most
         self._front = PREFILL_CHUNK if most is None else min(PREFILL_CHUNK, most)
-        self.all = self._allocate(self._front)
+        rows = self._front
+        if most is None and isinstance(memory, HostMemory):
+            rows = max(rows, KEEP_BYTES // nbytes((width,), "fp32"))
+        self.all = self._allocate(rows)
         self.current = self.all.rows(0, 0)
         self._held: dict[int, list[np.ndarray]] = {}  # rows by slot, in order
-        self._taken = np.ones(self._front, bool)  # of `all`: the front, and what is held
+        self._taken = np.arange(rows) < self._front  # of `all`: the front, and what is held
 
     def _allocate(self, rows: int) -> Tensor:
         shape = (rows, self._width)

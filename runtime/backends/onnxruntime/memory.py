@@ -114,12 +114,9 @@ class Memory(Protocol):
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy all bytes; both have as many."""
 
-    def extend(self, old: Tensor, new: Tensor) -> None:
-        """Copy `old` to the front of `new`, which is longer in its last axis but one."""
-
 
 class HostMemory:
-    """Ordinary memory."""
+    """Ordinary memory; what was never written takes none."""
 
     device, index = "cpu", 0
 
@@ -138,9 +135,6 @@ class HostMemory:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         self.read(target)[...] = self.read(source)
-
-    def extend(self, old: Tensor, new: Tensor) -> None:
-        self.read(new)[..., : old.shape[-2], :] = self.read(old)
 
 
 class DeviceMemory:
@@ -191,6 +185,7 @@ class DeviceMemory:
         self._copy(source.address, target.address, source.nbytes)
 
     def extend(self, old: Tensor, new: Tensor) -> None:
+        """Copy `old` to the front of `new`, which is longer in its last axis but one."""
         source, target = (nbytes(t.shape[-2:], t.dtype) for t in (old, new))
         for i in range(math.prod(old.shape[:-2])):
             self._copy(old.address + i * source, new.address + i * target, source)
