@@ -350,10 +350,11 @@ class Engine:
         count, total = len(running), len(running) + sum(lengths)
         if not self.costs.covers(count, total):
             return  # the schedules verify everything then
-        spent = self.costs.step_ms(count, total, 1 + max(lengths))
-        if drafts:
-            spent += self.costs.draft(len(drafts))
-            spent += sum(r.outlook.pending_ms for r in running if r.outlook and r.slot in drafts)
+        if not drafts:
+            self._switch.observe_plain([r.outlook for r in running])
+            return
+        spent = self.costs.step_ms(count, total, 1 + max(lengths)) + self.costs.draft(len(drafts))
+        spent += sum(r.outlook.pending_ms for r in running if r.outlook and r.slot in drafts)
         tokens, survivals = [], []
         for request, length in zip(running, lengths, strict=True):
             drafted = request.slot in drafts

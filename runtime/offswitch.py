@@ -21,7 +21,7 @@ Exact: the choice is made before the draft, from past rounds only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +106,7 @@ class OffSwitch:
     gamma: int
     strongest: np.ndarray | None = None
     weakest: np.ndarray | None = None
-    share: float = 0.015
+    share: float = 0.01
     min_gain: float = 0.05
     decay: float = 0.9
     memory: float = 0.75
@@ -195,12 +195,9 @@ class OffSwitch:
         if any(drafted):
             self._idle = None, 0
             self.loss_ms = max(0.0, self.loss_ms + step_ms - worth)
+        self._left_out(o for o, draft in zip(outlooks, drafted, strict=True) if not draft)
         for o, draft, survival in zip(outlooks, drafted, survivals, strict=True):
-            if o is None:
-                continue
-            if not draft:
-                o.left_out += o.waited == 0 and o.drafted > 0
-                o.waited += 1
+            if o is None or not draft:
                 continue
             assert survival is not None
             o.add(survival, self.decay)
@@ -210,6 +207,18 @@ class OffSwitch:
                 self._behind = behind + 1
                 self._lost.clear()
                 self._least.clear()
+
+    def observe_plain(self, outlooks: Sequence[Outlook | None]) -> None:
+        """`observe` of a round in which none drafted: a token each."""
+        self._plain_ms += self._plain(len(outlooks))
+        self._left_out(outlooks)
+
+    @staticmethod
+    def _left_out(outlooks: Iterable[Outlook | None]) -> None:
+        for o in outlooks:
+            if o is not None:
+                o.left_out += o.waited == 0 and o.drafted > 0
+                o.waited += 1
 
     def _best(self, outlooks: Sequence[Outlook], requests: int, others: int) -> list[Outlook]:
         """The set with the largest Θ. Sizes are tried in powers of two: a batch may be large."""

@@ -179,6 +179,8 @@ def runs(*index: np.ndarray) -> list[tuple[int, ...]]:
     size = len(index[0])
     if not size:
         return []
+    if size == 1:  # every step of a single request
+        return [(*(int(i[0]) for i in index), 1)]
     breaks = np.flatnonzero(np.any([np.diff(i) != 1 for i in index], axis=0)) + 1
     edges = pairwise([0, *breaks.tolist(), size])
     return [(*(int(i[a]) for i in index), b - a) for a, b in edges]

@@ -141,14 +141,14 @@ def test_a_calibration_tells_what_to_expect() -> None:
 
 
 def test_what_does_not_pay_by_the_calibration_is_tried_late() -> None:
-    """The schedule would verify one token, so a trial costs at most 9 + 1 ms, which 1.5 % of 34
-    plain rounds of 20 ms pay for; four times as many pass. Then the text may be better than that of
+    """The schedule would verify one token, so a trial costs at most 9 + 1 ms, which 1 % of 50
+    plain rounds of 20 ms pays for; four times as many pass. Then the text may be better than that of
     the calibration."""
     switch = OffSwitch(table(), GAMMA, strongest=survival(0.2), weakest=survival(0.0))
     decoder = Decoder(switch, [64])
     decoder.run(300, [0.8])
-    assert decoder.drafted.index([True]) == 4 * 34
-    assert all(d == [True] for d in decoder.drafted[4 * 34 :])
+    assert decoder.drafted.index([True]) == 4 * 50
+    assert all(d == [True] for d in decoder.drafted[4 * 50 :])
 
 
 def test_requests_learn_from_those_before() -> None:
@@ -206,6 +206,9 @@ def test_losses_are_booked_and_gains_pay_them_back() -> None:
     assert switch.loss_ms == 0.0
     switch.observe([outlook, None], [False, False], [1.0, 1.0], [None, None], plain)
     assert switch.loss_ms == 0.0 and outlook.waited == outlook.left_out == 1
+    switch.observe_plain([outlook, None])
+    assert switch.loss_ms == 0.0 and (outlook.waited, outlook.left_out) == (2, 1)
+    assert switch._plain_ms == pytest.approx(plain * (2 + 4 + 9 + 2 + 2) / 2)
 
 
 def test_the_first_draft_also_pays_for_the_prompt() -> None:

@@ -37,6 +37,7 @@ class FeatureRows:
         self.current = self.all.rows(0, 0)
         self._held: dict[int, list[np.ndarray]] = {}  # rows by slot, in order
         self._taken = np.arange(rows) < self._front  # of `all`: the front, and what is held
+        self._next = self._front  # where free rows are likely
 
     def _allocate(self, rows: int) -> Tensor:
         shape = (rows, self._width)
@@ -56,6 +57,7 @@ class FeatureRows:
             self._copy(old, self._front, count, behind)
             self._held = {s: [rows + shift for rows in kept] for s, kept in self._held.items()}
             self._taken = np.concatenate([np.ones(shift, bool), self._taken])
+            self._next += shift
             self._front = count
         self.current = self.all.rows(0, count)
         return shift > 0
@@ -66,20 +68,28 @@ class FeatureRows:
         All slots in one go: the rows of a decode step are neighbours, and so are their copies.
         """
         source = np.concatenate(list(index.values()))
-        free = np.flatnonzero(~self._taken)
-        lacking = len(source) - len(free)
-        if lacking > 0:
-            self._grow(lacking)
-            free = np.flatnonzero(~self._taken)
-        places = free[: len(source)]
+        places, grown = self._free_rows(len(source))
         for first, to, count in runs(source, places):
             self._copy(self.all, first, to, count)
         self._taken[places] = True
+        self._next = int(places[-1]) + 1
         start = 0
         for slot, rows in index.items():
             self._held.setdefault(slot, []).append(places[start : start + len(rows)])
             start += len(rows)
-        return lacking > 0
+        return grown
+
+    def _free_rows(self, count: int) -> tuple[np.ndarray, bool]:
+        """As many rows that are free, and whether `all` had to grow for them."""
+        first, end = self._next, self._next + count
+        if end <= len(self._taken) and not self._taken[first:end].any():
+            return np.arange(first, end), False
+        free = np.flatnonzero(~self._taken)
+        lacking = count - len(free)
+        if lacking > 0:
+            self._grow(lacking)
+            free = np.flatnonzero(~self._taken)
+        return free[:count], lacking > 0
 
     def _grow(self, lacking: int) -> None:
         old = self.all
@@ -103,6 +113,7 @@ class FeatureRows:
     def release(self, slot: int) -> None:
         for rows in self._held.pop(slot, []):
             self._taken[rows] = False
+            self._next = min(self._next, int(rows[0]))
 
     def clear(self) -> None:
         for slot in list(self._held):
