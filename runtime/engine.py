@@ -502,8 +502,8 @@ class Engine:
     ) -> Generator[Sequence[Request], None, list[Output]]:
         """`generate_batch` step by step: yields all requests after every step.
 
-        The generator's return value is what `generate_batch` returns. What still runs when it is
-        closed is dropped.
+        The generator's return value is what `generate_batch` returns. Whatever is wrong with the
+        call is raised at its first step. Requests that go on when it is closed are dropped.
         """
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -519,7 +519,9 @@ class Engine:
         self._open_slots(min(self.max_requests, len(requests)))
         self._waiting.extend(requests)
         try:
-            while self.busy:
+            while not all(r.clock.done for r in requests):
+                if not self.busy:
+                    raise DraftgraphError("the requests of a batch were dropped by another caller")
                 self.step()
                 yield requests
         finally:

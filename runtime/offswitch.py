@@ -91,6 +91,8 @@ class Outlook:
 class OffSwitch:
     """The switch of an engine: call `choose` before each round and `observe` after it.
 
+    After a round in which none drafted, `observe_plain` will do.
+
     share: of plain decoding time that losses may reach, over the horizon of the longest running
     request or the time since the start, whichever is longer. A trial must fit in what is left of
     it even if it turns out as the weakest prompts of the calibration did (as if nothing were

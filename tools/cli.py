@@ -533,8 +533,7 @@ def sweep(
     batches = _requests("--batch", batch or ["1"])
     sets = [read_prompts(file, limit) for file in prompts]
     _check_output(json_out)
-    load = partial(
-        _load,
+    engine = _load(
         bundle,
         provider,
         no_verify=no_verify,
@@ -545,11 +544,10 @@ def sweep(
         cuda_graphs=cuda_graphs,
         strict_placement=strict_placement,
     )
-    engine = load()
     measured = Sweep(
         engine,
-        partial(twin, engine) if provider == "cpu" else load,
         schedules,
+        another=partial(twin, engine) if provider == "cpu" else None,
         max_new_tokens=max_new_tokens,
         repeat=repeat,
         chat=chat,

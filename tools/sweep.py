@@ -1,11 +1,12 @@
 """Several schedules side by side: speed and acceptance by batch size and prompt file.
 
-Every schedule has an engine of its own, and all decode a group of prompts at the same time, taking
-turns of `TURN_S`: whoever is furthest behind in tokens is next. So all meet the same machine,
-however its speed changes; speeds are ratios to plain decoding of the same pass. A group has `WAVES`
-prompts for each slot: whoever ends makes room for the next, as in a server, and only rounds in
-which all slots decode are timed. (In a batch that none joins, what the fast requests gain would be
-lost in waiting for the slowest.)
+On the CPU every schedule has an engine of its own (weights are shared, caches are not), and all
+decode a group of prompts at the same time, taking turns of `TURN_S`: whoever is furthest behind in
+tokens is next. So all meet the same machine, however its speed changes. On a device the schedules
+decode a group one after another. Speeds are ratios to plain decoding of the same pass. A group has
+`WAVES` prompts for each slot: whoever ends makes room for the next, as in a server, and only rounds
+in which all slots decode are timed. (In a batch that none joins, what the fast requests gain would
+be lost in waiting for the slowest.)
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ class Lane:
     def turn(self, seconds: float) -> None:
         """Steps until they took so long."""
         end = time.perf_counter() + seconds
-        self._watch.resume()
         while time.perf_counter() < end:
+            self._watch.resume()
             try:
                 requests = next(self._steps)
             except StopIteration as ended:
@@ -169,15 +170,15 @@ class Lane:
 class Sweep:
     """The settings of one sweep. A file of fewer prompts than slots is decoded with as many.
 
-    another: makes an engine like the first one; every schedule needs its own.
+    another: makes an engine like the first one, so that the schedules can decode in turns.
     """
 
     def __init__(
         self,
         engine: Engine,
-        another: Callable[[], Engine],
         schedules: Sequence[Schedule],
         *,
+        another: Callable[[], Engine] | None = None,
         max_new_tokens: int,
         repeat: int = 5,
         chat: bool | None = None,
@@ -189,7 +190,10 @@ class Sweep:
             raise DraftgraphError("a schedule is named twice")
         self.repeat, self.report = repeat, report
         self.ways = [Schedule(PLAIN, None), *(s for s in schedules if s.params is not None)]
-        self.engines = {way.name: another() if way.params else engine for way in self.ways}
+        self.turn_s = TURN_S if another else math.inf
+        self.engines = {
+            way.name: another() if another and way.params else engine for way in self.ways
+        }
         self.plain = SamplingParams(max_new_tokens=max_new_tokens)
         self.tokenizer = engine.tokenizer
         self.chat = self.tokenizer.has_chat_template if chat is None else chat
@@ -242,7 +246,7 @@ class Sweep:
         first %= len(lanes)
         lanes = lanes[first:] + lanes[:first]
         while running := [lane for lane in lanes if not lane.done]:
-            min(running, key=lambda lane: lane.tokens).turn(TURN_S)
+            min(running, key=lambda lane: lane.tokens).turn(self.turn_s)
 
     def _figures(self, passes: Sequence[dict[str, dict[str, Tally]]]) -> dict[str, Any]:
         """By schedule, over the files of every pass. speed is the median over passes."""

@@ -18,6 +18,7 @@ class OnnxRuntimeCpu(OnnxRuntime):
 
     def twin(self) -> OnnxRuntimeCpu:
         """Another backend over the same sessions, with caches and tensors of its own."""
+        assert type(self) is OnnxRuntimeCpu, "a subclass has state of its own"
         other = copy(self)
         other._begin()
         return other

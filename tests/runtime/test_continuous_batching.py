@@ -620,3 +620,37 @@ def test_a_batch_can_be_left_before_its_end(engine: EngineFactory) -> None:
     steps.close()
     assert not made.busy
     made.generate(prompts[0], params)
+
+
+def test_a_batch_that_has_ended_leaves_later_requests_alone(engine: EngineFactory) -> None:
+    made = engine(NAME)
+    params = SamplingParams(max_new_tokens=12, **NO_STOP)
+    steps = made.stream_batch(prompts_of(NAME)[:2], params)
+    for requests in steps:
+        if all(r.clock.done for r in requests):
+            break
+    later = made.add_request(prompts_of(NAME)[0], params)
+    with pytest.raises(StopIteration) as ended:
+        next(steps)
+    assert [len(o.token_ids) for o in ended.value.value] == [12, 12]
+    assert made.busy and not later.generated
+    drain(made)
+    assert later.finish_reason == "length"
+
+
+def test_a_batch_that_another_caller_dropped_is_an_error(
+    engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(NAME)
+    steps = made.stream_batch(prompts_of(NAME), SamplingParams(max_new_tokens=12, **NO_STOP))
+    next(steps)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("broken")
+
+        patch.setattr(made, "_verify", broken)
+        made.step()
+    with pytest.raises(DraftgraphError, match="dropped by another caller"):
+        next(steps)
+    assert not made.busy

@@ -17,6 +17,7 @@ from draftgraph.runtime import DraftgraphError, Engine, Output, SamplingParams
 from draftgraph.runtime import engine as engine_module
 from draftgraph.runtime.backends.onnxruntime import backend as onnxruntime_backend
 from draftgraph.runtime.backends.onnxruntime import features
+from draftgraph.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from draftgraph.runtime.engine import Draft, Request
 
 EngineFactory = Callable[..., Engine]
@@ -158,16 +159,31 @@ def test_reserved_rows_are_enough(bundle: Callable[..., Path], engine: EngineFac
     assert same(output, engine(NAME).generate(prompt_of(), params))
 
 
-def test_growing_past_a_step_changes_nothing(bundle: Callable[..., Path]) -> None:
-    """The caches are copied every 64 rows, in mid-generation; then with room from the start."""
+def test_growing_past_a_step_changes_nothing(
+    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caches grow every 64 rows, in mid-generation; then they have room from the start."""
     prompt = load_golden(NAME).prompts[3]["prompt"]
     params = SamplingParams(max_new_tokens=150, **NO_STOP)
-    roomy = Engine.load(bundle(NAME))
-    roomy.backend.reserve(1, 1024, 1024)
     grown = Engine.load(bundle(NAME)).generate(prompt, params)
     assert grown.rounds[-1].start > 256
+    monkeypatch.setattr(onnxruntime_backend, "capacity_step", lambda rows: max(rows, 1024))
+    roomy = Engine.load(bundle(NAME))
     assert same(grown, roomy.generate(prompt, params))
     assert grown.token_ids == roomy.generate(prompt, params, speculative=False).token_ids
+
+
+def test_rows_that_earlier_requests_left_change_nothing(bundle: Callable[..., Path]) -> None:
+    """The memory of the caches is used again; masked rows only have to be finite."""
+    engine = Engine.load(bundle(NAME))
+    params = SamplingParams(max_new_tokens=80, **NO_STOP)
+    expected = engine.generate(prompt_of(), params)
+    backend = engine.backend
+    assert isinstance(backend, OnnxRuntimeCpu)
+    for caches in backend._caches.values():
+        assert caches._block is not None
+        caches._block.owner.view(np.float32)[:] = 1e4
+    assert same(engine.generate(prompt_of(), params), expected)
 
 
 def test_feature_rows_stay_for_the_next_batch_up_to_a_limit(

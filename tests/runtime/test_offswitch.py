@@ -142,8 +142,8 @@ def test_a_calibration_tells_what_to_expect() -> None:
 
 def test_what_does_not_pay_by_the_calibration_is_tried_late() -> None:
     """The schedule would verify one token, so a trial costs at most 9 + 1 ms, which 1 % of 50
-    plain rounds of 20 ms pays for; four times as many pass. Then the text may be better than that of
-    the calibration."""
+    plain rounds of 20 ms pay for; four times as many pass. Then the text may be better than that
+    of the calibration."""
     switch = OffSwitch(table(), GAMMA, strongest=survival(0.2), weakest=survival(0.0))
     decoder = Decoder(switch, [64])
     decoder.run(300, [0.8])

@@ -379,10 +379,64 @@ def test_feature_rows(kind: str, bundle: BundleFactory, monkeypatch: pytest.Monk
     features.release(3)
     assert not target_call(512, 5.0)
     for _ in range(50):  # released rows are used again
-        hold((0, [*range(200)]), (1, [7]), (2, [*range(300)]))
+        hold((0, [*range(200)]), (1, [7]), (2, [*range(220)]))
         for slot in range(3):
             features.release(slot)
     assert features.all.shape[0] == size
+
+
+def test_held_rows_survive_any_order_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a plain list of values by slot; the reserved rows run out in between."""
+    monkeypatch.setattr(features_module, "KEEP_BYTES", 700 * 8)
+    where = HostMemory()
+    features = FeatureRows(where, 2, most=None)
+    assert features.all.shape[0] == 700
+    rng = np.random.default_rng(0)
+    held: dict[int, list[float]] = {}
+    count, value = 0, 0.0
+    for _ in range(400):
+        match rng.choice(["place", "hold", "take", "release"], p=[0.3, 0.5, 0.1, 0.1]):
+            case "place":
+                count = int(rng.choice([1, 8, 40, 600, 900], p=[0.4, 0.3, 0.2, 0.05, 0.05]))
+                features.place(count)
+                where.read(features.current)[:, 0] = value + np.arange(count)
+                start, value = value, value + count
+            case "hold" if count:
+                rows = np.sort(rng.permutation(count)[: rng.integers(1, min(count, 60) + 1)])
+                slot = int(rng.integers(0, 6))
+                features.hold({slot: rows})
+                held.setdefault(slot, []).extend((start + rows).tolist())
+            case "release":
+                slot = int(rng.integers(0, 6))
+                features.release(slot)
+                held.pop(slot, None)
+            case "take" if held:
+                slot = int(rng.choice(list(held)))
+                kept = held.pop(slot)
+                batch = ContextBatch(
+                    counts=np.array([len(kept)]),
+                    index=np.zeros(0, np.int64),
+                    past_length=np.zeros(1, np.int64),
+                    slots=np.array([slot]),
+                    anchor=np.zeros(1, np.int64),
+                    first_slot=slot,
+                )
+                (found,) = features.take(batch)
+                assert where.read(features.all)[found, 0].tolist() == kept
+    assert features.all.shape[0] > 700
+    assert int(features._taken.sum()) == features._front + sum(map(len, held.values()))
+    assert features._taken[: features._next].all()
+
+
+def test_a_wide_call_copies_only_what_is_held() -> None:
+    """The rows reserved behind it keep their number."""
+    features = FeatureRows(HostMemory(), 2, most=None)
+    rows = features.all.shape[0]
+    features.place(8)
+    features.hold({0: np.arange(3)})
+    assert features.place(600)
+    assert features.all.shape[0] == rows
+    assert not features.too_large_to_keep
 
 
 def test_feature_rows_of_engines_are_limited() -> None:

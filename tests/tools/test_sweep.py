@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from helpers import run_cli_ok as ok
 
 from draftgraph.graphs.errors import DraftgraphError
 from draftgraph.runtime import Engine, Output, SamplingParams
-from draftgraph.tools.sweep import Lane, Tally, Watch, _groups, parse_schedule, twin
+from draftgraph.tools.prompts import BenchPrompt, PromptSet
+from draftgraph.tools.sweep import Lane, Sweep, Tally, Watch, _groups, parse_schedule, twin
 
 NAME, GAMMA = "qwen3-vanilla", 7
 PARAMS = SamplingParams(max_new_tokens=12, stop_ids=())
@@ -67,8 +70,9 @@ def test_engines_over_the_same_sessions_do_not_disturb_each_other(
     made = engine(NAME)
     other = twin(made)
     prompts = [list(p["prompt"]) for p in load_golden(NAME).prompts]
-    alone = made.generate_batch(prompts, PARAMS), made.generate_batch(prompts[:2], PARAMS)
-    lanes = made.stream_batch(prompts, PARAMS), other.stream_batch(prompts[:2], PARAMS)
+    drawn = replace(PARAMS, temperature=0.8)
+    alone = made.generate_batch(prompts, PARAMS), made.generate_batch(prompts[:2], drawn)
+    lanes = made.stream_batch(prompts, PARAMS), other.stream_batch(prompts[:2], drawn)
     together: dict[int, list[Output]] = {}
     while len(together) < 2:
         for i, steps in enumerate(lanes):
@@ -79,6 +83,26 @@ def test_engines_over_the_same_sessions_do_not_disturb_each_other(
     for i, outputs in enumerate(alone):
         assert [o.token_ids for o in together[i]] == [o.token_ids for o in outputs]
         assert [o.rounds for o in together[i]] == [o.rounds for o in outputs]
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_schedules_decode_in_turns_or_one_after_another(
+    engine: Callable[..., Engine], turns: bool
+) -> None:
+    made = engine(NAME)
+    ids = [list(p["prompt"]) for p in load_golden(NAME).prompts]
+    prompts = tuple(BenchPrompt(tuple(p), line) for line, p in enumerate(ids, start=1))
+    params = SamplingParams(max_new_tokens=8)
+    result = Sweep(
+        made,
+        [parse_schedule("full", params), parse_schedule("full:2", params)],
+        another=partial(twin, made) if turns else None,
+        max_new_tokens=8,
+        repeat=1,
+        chat=False,
+    ).run([PromptSet(Path("a"), prompts)], [2])
+    figures = result["batches"][2]["files"]["a"]
+    assert all(f["identical_ids"] == f["prompts"] == len(ids) for f in figures.values())
 
 
 def test_only_rounds_in_which_all_slots_decode_are_timed(engine: Callable[..., Engine]) -> None:

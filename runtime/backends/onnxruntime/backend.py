@@ -66,7 +66,7 @@ def capacity_step(rows: int, finest: int = 64) -> int:
     """The smallest step of the capacity ladder that holds `rows`.
 
     Attention cost follows the capacity, padded rows included, so steps are an eighth of it at most:
-    64 rows up to 512, 128 up to 1024, 256 up to 2048, then 1024. Growing copies the cache once. It
+    64 rows up to 512, 128 up to 1024, 256 up to 2048, then 1024. Growing moves the rows once. It
     also voids captured graphs, so devices take no step below 512.
     """
     step = max(finest, next((s for s in (64, 128, 256) if rows <= 8 * s), 1024))
@@ -165,6 +165,7 @@ class OnnxRuntime:
         self._constants: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._buffers: dict[str, Any] = {}  # one growing block per intermediate tensor
         self._draft_temperature = np.zeros(0, np.float32)
+        self._slot_block = np.zeros(0, np.int64)
         self._bindings: dict[tuple[Any, ...], _Binding] = {}
         self._shared: dict[tuple[Any, ...], _Io] = {}  # by graph and slots
         self._tensors: dict[str, Tensor] = {}  # intermediate tensors by name
@@ -298,8 +299,10 @@ class OnnxRuntime:
         if slots != self._slots or grown:
             self._forget_bindings()
             self._slots = slots
-            for caches in self._caches.values():  # no slots: an error left them, with NaN maybe
-                caches.clear(forget=not slots)
+            # Masked rows must be finite: without slots an error left them, and fp16 overflows.
+            forget = not slots or self.bundle.dtype == "fp16"
+            for caches in self._caches.values():
+                caches.clear(forget=forget)
             self._tensors = {}
             if self._features.too_large_to_keep:
                 self._features = self._feature_rows()

@@ -17,12 +17,13 @@ KEEP_BYTES = 256 << 20
 class Caches:
     """Tensors [R, K, C, D] of one shape, in which requests keep their rows.
 
-    On the host all lie in one block, one behind the other, and stay there: making room moves what
-    is in it. New memory is faulted in page by page, which takes longer than several decode steps
-    (236 MB on a virtual machine: 200 to 1,000 ms, against 22 ms for moving them). Rows that no
-    request has written yet may thus hold those of an earlier one; masks hide both alike.
+    On the host all lie in one block, one behind the other, and stay there: growing moves them
+    within it, and the block stays for later requests. New memory is faulted in page by page, which
+    takes longer than several decode steps (236 MB on a virtual machine: 200 to 1,000 ms, against
+    22 ms for moving them). Rows that no request has written yet may thus hold those of an earlier
+    one; masks hide both alike, as long as they are finite.
 
-    longest: rows of the longest request.
+    longest: rows for which memory is reserved at most, unless more are needed.
     """
 
     def __init__(
@@ -60,12 +61,16 @@ class Caches:
         needed = each * len(self._names)
         before = self._block
         if before is None or before.nbytes < needed:
+            self._block = None  # gone, if nothing has to be moved, before there is another
+            if not self.tensors:
+                before = None
             rows = max(capacity, min(_ROOM * capacity, self._longest))
             self._block, self._used = self._reserve(needed // capacity * rows, needed), 0
         block = self._block
         assert block is not None
         if self.tensors:
-            assert before is not None
+            assert before is not None and capacity >= self.capacity
+            assert all(t.shape[0] == slots for t in self.tensors.values())
             row = nbytes((size,), self._dtype)
             old, new = self.capacity * row, capacity * row
             # From the back: every run of rows moves up or stays.

@@ -31,13 +31,13 @@ class FeatureRows:
         self._memory, self._width, self._most = memory, width, most
         self._front = PREFILL_CHUNK if most is None else min(PREFILL_CHUNK, most)
         rows = self._front
-        if most is None and isinstance(memory, HostMemory):
+        if most is None and isinstance(memory, HostMemory):  # unwritten rows take no memory
             rows = max(rows, KEEP_BYTES // nbytes((width,), "fp32"))
         self.all = self._allocate(rows)
         self.current = self.all.rows(0, 0)
         self._held: dict[int, list[np.ndarray]] = {}  # rows by slot, in order
         self._taken = np.arange(rows) < self._front  # of `all`: the front, and what is held
-        self._next = self._front  # where free rows are likely
+        self._next = self._front  # all rows before it are taken
 
     def _allocate(self, rows: int) -> Tensor:
         shape = (rows, self._width)
@@ -52,11 +52,13 @@ class FeatureRows:
         """Room for the next target call."""
         shift = count - self._front
         if shift > 0:  # held rows move behind the larger front
-            old, behind = self.all, self.all.shape[0] - self._front
-            self.all = self._allocate(count + behind)
-            self._copy(old, self._front, count, behind)
+            old, end = self.all, int(np.flatnonzero(self._taken)[-1]) + 1
+            self.all = self._allocate(max(old.shape[0], end + shift))
+            self._copy(old, self._front, count, end - self._front)
             self._held = {s: [rows + shift for rows in kept] for s, kept in self._held.items()}
-            self._taken = np.concatenate([np.ones(shift, bool), self._taken])
+            taken = np.zeros(self.all.shape[0], bool)
+            taken[:shift], taken[shift : end + shift] = True, self._taken[:end]
+            self._taken = taken
             self._next += shift
             self._front = count
         self.current = self.all.rows(0, count)

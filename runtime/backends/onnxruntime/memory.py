@@ -116,7 +116,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Ordinary memory; what was never written takes none."""
+    """Ordinary memory; of a large block, what was never written takes none where systems allow."""
 
     device, index = "cpu", 0
 
