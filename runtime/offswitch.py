@@ -97,7 +97,8 @@ class OffSwitch:
     request or the time since the start, whichever is longer. A trial must fit in what is left of
     it even if it turns out as the weakest prompts of the calibration did (as if nothing were
     accepted, without a calibration), or as the requests before let fear. min_gain: of Θ over plain
-    decoding; what few rounds showed is chosen for being good, so it tends to fall short. decay:
+    decoding; what few rounds showed is chosen for being good, and tends to fall short. trial_gain:
+    the same with some on trial, of which it is only hoped that they do as the strongest. decay:
     weight of the past in an outlook, per drafted round. The wait before another trial lasts until
     the share has paid for the last one, and doubles with every time that a request is left out; it
     is four times as long before the first trial of a request that does not pay by what is known
@@ -108,8 +109,9 @@ class OffSwitch:
     gamma: int
     strongest: np.ndarray | None = None
     weakest: np.ndarray | None = None
-    share: float = 0.01
+    share: float = 0.015
     min_gain: float = 0.05
+    trial_gain: float = 0.15
     decay: float = 0.9
     memory: float = 0.75
 
@@ -125,10 +127,12 @@ class OffSwitch:
     _behind: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1 or self.min_gain < 0 or not 0 <= self.decay < 1:
+        if not 0 < self.share < 1 or not 0 <= self.min_gain <= self.trial_gain:
             raise DraftgraphError(
-                "OffSwitch: share must be in (0, 1), min_gain at least 0 and decay in [0, 1)"
+                "OffSwitch: share must be in (0, 1) and min_gain between 0 and trial_gain"
             )
+        if not 0 <= self.decay < 1:
+            raise DraftgraphError("OffSwitch: decay must be in [0, 1)")
 
     def outlook(self, horizon: int) -> Outlook:
         """Of a new request."""
@@ -226,14 +230,16 @@ class OffSwitch:
         """The set with the largest Θ. Sizes are tried in powers of two: a batch may be large."""
         ranked = sorted(outlooks, key=lambda o: -float(o.survival.sum()))
         idle = self.costs.draft(others) if others else 0.0
-        best, chosen = (1 + self.min_gain) * requests / (self._plain(requests) + idle), 0
+        plain = requests / (self._plain(requests) + idle)
+        best, chosen = (1 + self.min_gain) * plain, 0
+        tried = next((i for i, o in enumerate(ranked) if o.on_trial), len(ranked))
         for size in sorted({1 << i for i in range(len(ranked).bit_length())} | {len(ranked)}):
             if not 0 < size <= len(ranked):
                 continue
             survivals = np.stack([o.survival for o in ranked[:size]], axis=1)
             theta, _ = self._theta(survivals, requests, self.costs.draft(others + size))
             peak = float(theta.max())
-            if peak >= best:
+            if peak >= best and (size <= tried or peak >= (1 + self.trial_gain) * plain):
                 best, chosen = peak, size
         return ranked[:chosen]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -140,15 +142,29 @@ def test_a_calibration_tells_what_to_expect() -> None:
     assert Decoder(strong, short).run(8, [0.8]) < 0.6
 
 
+def test_a_trial_must_promise_more_than_a_request_that_is_known() -> None:
+    """Θ is 1.11 of plain decoding by the calibration's strongest prompts, and by its own."""
+    known: dict[str, Any] = {"strongest": survival(0.46), "weakest": survival(0.46), "share": 0.5}
+    switch = OffSwitch(table(), GAMMA, **known)
+    outlook = switch.outlook(64)
+    assert switch.choose([outlook], 1) == [False]
+    assert OffSwitch(table(), GAMMA, **known, trial_gain=0.1).choose([outlook], 1) == [True]
+    for _ in range(TRIAL):
+        switch.observe([outlook], [True], [1.5], [survival(0.46)], 30.0)
+    assert switch.choose([outlook], 1) == [True]
+    with pytest.raises(DraftgraphError, match="trial_gain"):
+        OffSwitch(table(), GAMMA, trial_gain=0.0)
+
+
 def test_what_does_not_pay_by_the_calibration_is_tried_late() -> None:
-    """The schedule would verify one token, so a trial costs at most 9 + 1 ms, which 1 % of 50
+    """The schedule would verify one token, so a trial costs at most 9 + 1 ms, which 1.5 % of 34
     plain rounds of 20 ms pay for; four times as many pass. Then the text may be better than that
     of the calibration."""
     switch = OffSwitch(table(), GAMMA, strongest=survival(0.2), weakest=survival(0.0))
     decoder = Decoder(switch, [64])
     decoder.run(300, [0.8])
-    assert decoder.drafted.index([True]) == 4 * 50
-    assert all(d == [True] for d in decoder.drafted[4 * 50 :])
+    assert decoder.drafted.index([True]) == 4 * 34
+    assert all(d == [True] for d in decoder.drafted[4 * 34 :])
 
 
 def test_requests_learn_from_those_before() -> None:
