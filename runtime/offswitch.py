@@ -98,7 +98,7 @@ class OffSwitch:
     it even if it turns out as the weakest prompts of the calibration did (as if nothing were
     accepted, without a calibration), or as the requests before let fear. min_gain: of Θ over plain
     decoding; what few rounds showed is chosen for being good, and tends to fall short. trial_gain:
-    the same with some on trial, of which it is only hoped that they do as the strongest. decay:
+    the same with all on trial, of which it is only hoped that they do as the strongest. decay:
     weight of the past in an outlook, per drafted round. The wait before another trial lasts until
     the share has paid for the last one, and doubles with every time that a request is left out; it
     is four times as long before the first trial of a request that does not pay by what is known
@@ -111,7 +111,7 @@ class OffSwitch:
     weakest: np.ndarray | None = None
     share: float = 0.015
     min_gain: float = 0.05
-    trial_gain: float = 0.15
+    trial_gain: float = 0.1
     decay: float = 0.9
     memory: float = 0.75
 
@@ -232,14 +232,14 @@ class OffSwitch:
         idle = self.costs.draft(others) if others else 0.0
         plain = requests / (self._plain(requests) + idle)
         best, chosen = (1 + self.min_gain) * plain, 0
-        tried = next((i for i, o in enumerate(ranked) if o.on_trial), len(ranked))
+        known = next((i for i, o in enumerate(ranked) if not o.on_trial), len(ranked))
         for size in sorted({1 << i for i in range(len(ranked).bit_length())} | {len(ranked)}):
             if not 0 < size <= len(ranked):
                 continue
             survivals = np.stack([o.survival for o in ranked[:size]], axis=1)
             theta, _ = self._theta(survivals, requests, self.costs.draft(others + size))
             peak = float(theta.max())
-            if peak >= best and (size <= tried or peak >= (1 + self.trial_gain) * plain):
+            if peak >= best and (size > known or peak >= (1 + self.trial_gain) * plain):
                 best, chosen = peak, size
         return ranked[:chosen]
 

@@ -143,14 +143,14 @@ def test_a_calibration_tells_what_to_expect() -> None:
 
 
 def test_a_trial_must_promise_more_than_a_request_that_is_known() -> None:
-    """Θ is 1.11 of plain decoding by the calibration's strongest prompts, and by its own."""
-    known: dict[str, Any] = {"strongest": survival(0.46), "weakest": survival(0.46), "share": 0.5}
+    """Θ is 1.09 of plain decoding by the calibration's strongest prompts, and by its own."""
+    known: dict[str, Any] = {"strongest": survival(0.45), "weakest": survival(0.45), "share": 0.5}
     switch = OffSwitch(table(), GAMMA, **known)
     outlook = switch.outlook(64)
     assert switch.choose([outlook], 1) == [False]
-    assert OffSwitch(table(), GAMMA, **known, trial_gain=0.1).choose([outlook], 1) == [True]
+    assert OffSwitch(table(), GAMMA, **known, trial_gain=0.05).choose([outlook], 1) == [True]
     for _ in range(TRIAL):
-        switch.observe([outlook], [True], [1.5], [survival(0.46)], 30.0)
+        switch.observe([outlook], [True], [1.5], [survival(0.45)], 30.0)
     assert switch.choose([outlook], 1) == [True]
     with pytest.raises(DraftgraphError, match="trial_gain"):
         OffSwitch(table(), GAMMA, trial_gain=0.0)
