@@ -106,7 +106,10 @@ class Tally:
 
 
 class Watch:
-    """Adds the rounds in which `slots` requests decode to a tally; prefill is left out."""
+    """Adds the rounds in which `slots` requests decode to a tally; prefill is left out.
+
+    Call `resume` before every step and the watch itself after it.
+    """
 
     def __init__(self, tally: Tally, slots: int) -> None:
         self.tally, self.slots = tally, slots
@@ -132,7 +135,6 @@ class Watch:
         if len(decoded) == self.slots:
             self.tally.decode_ms += 1e3 * (now - begin)
             self.tally.timed_tokens += sum(decoded)
-        self.resume()
 
 
 class Lane:

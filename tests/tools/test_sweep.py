@@ -118,6 +118,7 @@ def test_only_rounds_in_which_all_slots_decode_are_timed(engine: Callable[..., E
     watch = Watch(tally, slots=2)
     for requests in made.stream_batch([[5, 6, 7]] * 5, params, speculative=False):
         watch(requests)
+        watch.resume()
     assert tally.timed_tokens == 2 * (2 + 2 + 4)
     assert tally.decode_ms > 0
 

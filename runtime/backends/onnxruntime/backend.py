@@ -326,6 +326,9 @@ class OnnxRuntime:
             elif rows > self._caches[graph].capacity:
                 self._grow(graph, self._step(rows))
 
+    def _cache_tensors(self, graph: str) -> dict[str, Tensor]:
+        return self._caches[graph].tensors if graph in self._caches else {}
+
     def _grow(self, graph: str, capacity: int) -> None:
         self._forget_bindings(graph)
         self._caches[graph].grow(self._slots, capacity)
@@ -510,7 +513,7 @@ class OnnxRuntime:
         graph, sizes = call.graph, call.sizes
         session, info = self._session(graph), self.bundle.graphs[graph]
         hosted = self._hosted.get(graph, frozenset())
-        caches = self._caches[graph].tensors if graph in self._caches else {}
+        caches = self._cache_tensors(graph)
         staged = {
             t.name: (call.feeds[t.name].shape, t.dtype) for t in info.inputs if t.name in call.feeds
         }
@@ -545,7 +548,7 @@ class OnnxRuntime:
         These are most of a graph's tensors, and binding them takes longer than a step may lose, so
         all shapes of a graph with caches share one. Captured graphs get their own.
         """
-        caches = self._caches[graph].tensors if graph in self._caches else {}
+        caches = self._cache_tensors(graph)
         key, share = (graph, first_slot, slots), bool(caches) and self._graphs is None
         if share and key in self._shared:
             return self._shared[key]

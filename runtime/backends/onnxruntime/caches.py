@@ -61,9 +61,8 @@ class Caches:
         needed = each * len(self._names)
         before = self._block
         if before is None or before.nbytes < needed:
-            self._block = None  # gone, if nothing has to be moved, before there is another
             if not self.tensors:
-                before = None
+                before = self._block = None  # nothing to move: freed before there is another
             rows = max(capacity, min(_ROOM * capacity, self._longest))
             self._block, self._used = self._reserve(needed // capacity * rows, needed), 0
         block = self._block
